@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import gzip
 import logging
 import os
 import subprocess
@@ -124,7 +123,7 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Create figures without rendering them, for tests of a page's text: rendering takes four fifths of their time."""
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg />"))
 
 
 @pytest.fixture(scope="session")
@@ -151,17 +150,9 @@ def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Dataset]:
 
 
 @pytest.fixture
-def tiny_root(
-    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def tiny_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a data root with the registered source ``tiny`` on disk."""
-    folder = tmp_path / "given"
-    folder.mkdir()
-    for name, content in tiny_files.items():
-        (folder / f"{name}.gz").write_bytes(gzip.compress(content))
-    source = tiny_source()
-    monkeypatch.setitem(datasets.DATASETS, "tiny", source)
-    datasets.fetch_dataset(source, tmp_path / "root", copy_from=folder)
+    monkeypatch.setitem(datasets.DATASETS, "tiny", tiny_data.fetch(tmp_path / "given", tmp_path / "root"))
     return tmp_path / "root"
 
 

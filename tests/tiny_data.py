@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
+from fedloom.data import datasets
 from fedloom.data.datasets.base import DataFile, Dataset
 from fedloom.data.datasets.binary import read_mnist
 from fedloom.data.spec import DataSpec
@@ -37,6 +40,17 @@ def source(contents: Mapping[str, bytes], *locations: str) -> Dataset:
         locations=locations,
         read=read_mnist,
     )
+
+
+def fetch(given: Path, root: Path) -> Dataset:
+    """Write the files into folder ``given``, fetch them into a data root, and return their source."""
+    given.mkdir()
+    contents = files()
+    for name, content in contents.items():
+        (given / f"{name}.gz").write_bytes(gzip.compress(content))
+    made = source(contents)
+    datasets.fetch_dataset(made, root, copy_from=given)
+    return made
 
 
 def _idx(array: np.ndarray) -> bytes:

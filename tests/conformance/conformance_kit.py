@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import json
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +104,7 @@ class Federation:
     parts: RunContext
     dataset: FederatedDataset
     tmp: Path
+    records: Path
 
     def changed(self, **keys: Any) -> Federation:
         """Return a copy with changed keys of a section (``federation__rounds=2``), or with a section replaced."""
@@ -145,15 +149,48 @@ class Federation:
         """Run from the beginning to the end."""
         return self.loop(name, transport, replay).run()
 
-    def advance(self, name: str, transport: Transport | None = None, replay: str | None = None) -> Loop:
+    def advance(
+        self, name: str, transport: Transport | None = None, replay: str | None = None, upto: int | None = None
+    ) -> Loop:
         """Run from the beginning through the last round, which is not evaluated: that takes half of a tiny run."""
-        loop = self.loop(name, transport, replay, upto=self.parts.experiment.federation.rounds)
+        loop = self.loop(
+            name, transport, replay, upto=self.parts.experiment.federation.rounds if upto is None else upto
+        )
         loop.advance()
         return loop
 
-    def resume(self, name: str) -> EvaluationResult:
+    def recorded(self, name: str, upto: int | None = None) -> list[Call]:
+        """Copy an undisturbed run into folder ``name`` and return its calls; it goes like ``advance`` with ``upto``.
+
+        The first test that needs it makes the run, in the folder ``records``.
+        """
+        tree = [self.parts.experiment.model_dump(mode="json"), upto]
+        made = dataclasses.replace(self, tmp=self.records / hashlib.sha256(json.dumps(tree).encode()).hexdigest())
+        if made.tmp not in CALLS:
+            transport = Faulty(made.transport("run"))
+            made.run("run", transport) if upto is None else made.advance("run", transport, upto=upto)
+            CALLS[made.tmp] = transport.calls
+        shutil.copytree(made.tmp / "run", self.tmp / name)
+        return CALLS[made.tmp]
+
+    def trained(self, name: str) -> None:
+        """Copy an undisturbed run into folder ``name`` that lacks only the evaluation of its last round."""
+        self.recorded(name, upto=self.parts.experiment.federation.rounds)
+
+    def disturbed(
+        self, name: str, lose: Callable[[Call, int], bool], undisturbed: int = 1, upto: int | None = None
+    ) -> Loop:
+        """Like ``advance``, with lost clients; the first rounds are copied from an undisturbed run."""
+        self.recorded(name, upto=undisturbed)
+        rounds = self.parts.experiment.federation.rounds if upto is None else upto
+        loop = self.loop(name, Faulty(self.transport(name), lose), upto=rounds)
+        loop.resume()
+        loop.advance()
+        return loop
+
+    def resume(self, name: str, transport: Transport | None = None) -> EvaluationResult:
         """Resume in a folder with new objects only."""
-        loop = self.loop(name)
+        loop = self.loop(name, transport)
         loop.resume()
         return loop.run()
 
@@ -171,15 +208,16 @@ class Federation:
         return [dataclasses.replace(attempt, seconds=0.0, phases={}, life=0) for attempt in attempts]
 
     def exchanges(self, round: int = 2) -> list[Exchange]:
-        """Return the exchanges of an undisturbed training round, found by running it."""
-        name = f"exchanges-{round}"
-        transport = Faulty(self.transport(name))
-        self.changed(federation__rounds=round).advance(name, transport)
+        """Return the exchanges of a training round of an undisturbed run, which is copied into folder ``whole``."""
         return [
             Exchange(call.key.conversation, call.exchange, call.rows)
-            for call in transport.calls
+            for call in self.recorded("whole")
             if call.key.round == round and call.key.purpose == "train"
         ]
+
+
+CALLS: dict[Path, list[Call]] = {}
+"""Calls of the recorded runs, by folder."""
 
 
 @dataclass(frozen=True)
@@ -195,15 +233,18 @@ class Exchange:
         return (call.key.conversation, call.exchange) == (self.conversation, self.exchange)
 
 
-def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any]) -> Federation:
-    """Return eight clients of very different sizes, two of them unseen, with three in a cohort."""
+def federation(tmp: Path, place: Path, algorithm: str, settings: Mapping[str, Any]) -> Federation:
+    """Return eight clients of very different sizes, two of them unseen, with three in a cohort.
+
+    Federations of a ``place`` share its data and its recorded runs.
+    """
     trains = find_algorithm(algorithm).trains
     tree = {
         "name": "conformance",
         "seed": 3,
         "data": {
             "dataset": "tiny",
-            "root": str(root),
+            "root": str(place / "root"),
             "partition": {"scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2]},
             "held_out_fraction": 0.25,
         },
@@ -223,7 +264,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
     e = experiments.load_experiment(path)
     dataset = run_data.make_partition(e)
     assert {entry.train for entry in dataset.manifest.clients} == {15, 22, 33}
-    return Federation(assemble.make_parts(e, dataset.manifest), dataset, tmp)
+    return Federation(assemble.make_parts(e, dataset.manifest), dataset, tmp, place / "records")
 
 
 def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> RunContext:
@@ -241,6 +282,14 @@ def state(loop: Loop) -> dict[str, Tensor]:
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """Return True if two states are equal to the bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_equal_but_for_traffic(tiny: Federation, name: str, other: str) -> None:
+    """Compare the models and the metrics of two runs; only one of them may have counted bytes."""
+    assert tiny.final(name) == tiny.final(other)
+    for there, here in zip(tiny.metrics(name), tiny.metrics(other), strict=True):
+        del there["communication"], here["communication"]
+        assert there == here
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_data
 import torch
 import yaml
 from conformance_kit import TINY, Federation, federation
 
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.data import datasets
 
 PROBE = "probe"
 """The method of conformance_probe.py, which is registered for the tests that ask for it."""
@@ -21,28 +23,32 @@ SUMMED = {"drfa": {"replace": False, "gamma": 0.0}}
 BY_NAME = ("fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl")
 """Methods that go through every fault of secure sums, one for each kind of answer; `make test` takes these alone."""
 
-OVER_GRPC = (
+IN_TURN = (
+    "test_losing_any_client_at_any_exchange_and_replaying_it",
+    "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round",
+    "test_resuming_after_a_kill_at_any_exchange",
+    "test_grpc_gives_the_bits_of_one_process",
     "test_a_worker_killed_at_a_step_is_restarted",
     "test_cutting_a_workers_connection_at_every_step_loses_nothing",
     "test_an_aggregator_killed_during_a_secure_sum_is_resumed",
     "test_the_sum_includes_a_worker_absent_at_its_end",
 )
-"""Faults of secure sums over gRPC. What is sent does not know its method: the others take one of these in turn."""
+"""Faults of secure sums, which do not know the method: methods outside ``BY_NAME`` take one of these in turn."""
 
 DEAR = {
-    "test_losing_any_client_at_any_exchange_and_replaying_it": ("fedrep", "comfedl"),
-    "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round": ("scaffold", "pfedbayes"),
-    "test_losing_a_client_of_a_batch_keeps_the_others": ("fedavg", "comfedl"),
-    "test_resuming_after_a_kill_at_any_exchange": ("pfedbayes", "comfedl"),
-    "test_placement_of_clients_does_not_change_results": ("fedavg", "fedrep"),
-    "test_grpc_gives_the_bits_of_one_process": ("pfedbayes", "comfedl"),
-    "test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference_of_sums": ("fedavg", "scaffold"),
-    "test_cutting_a_workers_connection_at_every_step_loses_nothing": ("fedrep", "scaffold"),
-    "test_the_sum_includes_a_worker_absent_at_its_end": ("fedavg", "comfedl"),
-    "test_a_worker_killed_at_a_step_is_restarted": ("fedavg", "scaffold"),
-    "test_an_aggregator_killed_during_a_secure_sum_is_resumed": ("fedrep", "pfedbayes"),
+    "test_losing_any_client_at_any_exchange_and_replaying_it": "fedrep",
+    "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round": "scaffold",
+    "test_losing_a_client_of_a_batch_keeps_the_others": "comfedl",
+    "test_resuming_after_a_kill_at_any_exchange": "pfedbayes",
+    "test_placement_of_clients_does_not_change_results": "fedavg",
+    "test_grpc_gives_the_bits_of_one_process": "pfedbayes",
+    "test_a_round_that_fails_after_the_confirmations_is_left_out": "comfedl",
+    "test_cutting_a_workers_connection_at_every_step_loses_nothing": "fedrep",
+    "test_the_sum_includes_a_worker_absent_at_its_end": "fedavg",
+    "test_a_worker_killed_at_a_step_is_restarted": "scaffold",
+    "test_an_aggregator_killed_during_a_secure_sum_is_resumed": "pfedbayes",
 }
-"""Methods, two or three for each of the slowest tests of faults, with which `make test` runs it."""
+"""Method with which `make test` runs each of the slowest tests of secure sums."""
 
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
@@ -84,17 +90,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     thorough = [PROBE, *THOROUGH] if chosen is None else trained
     sampled = [name for name in trained if name not in thorough]
     summed = [name for name in trained if find_algorithm(_method(name)).sums_suffice(_settings(name)) is None]
-    if chosen is None and (test := metafunc.function.__name__) in OVER_GRPC:
-        turn = OVER_GRPC.index(test)
-        summed = [name for i, name in enumerate(summed) if name in BY_NAME or i % len(OVER_GRPC) == turn]
+    if chosen is None and (test := metafunc.function.__name__) in IN_TURN:
+        turn = IN_TURN.index(test)
+        summed = [name for i, name in enumerate(summed) if name in BY_NAME or i % len(IN_TURN) == turn]
     every = {"method": names, "trained": trained, "thorough": thorough, "sampled": sampled, "summed": summed}
     own = chosen is not None or metafunc.function.__name__ in OWN
 
-    some = DEAR.get(metafunc.function.__name__, BY_NAME) if "summed" in metafunc.fixturenames else WHOLE
+    some = WHOLE
+    if "summed" in metafunc.fixturenames:
+        name = metafunc.function.__name__
+        some = (DEAR[name],) if name in DEAR else BY_NAME
 
     def param(name: str) -> Any:
         first_tier = own or name in some
-        return pytest.param(name, marks=() if first_tier else pytest.mark.exhaustive)
+        shares_runs = pytest.mark.xdist_group(f"conformance {name}")
+        return pytest.param(name, marks=[shares_runs, *([] if first_tier else [pytest.mark.exhaustive])])
 
     for fixture, values in every.items():
         if fixture in metafunc.fixturenames:
@@ -124,10 +134,16 @@ def every_client(summed: str, pytestconfig: pytest.Config) -> bool:
     return summed in BY_NAME or pytestconfig.getoption("--algorithm", default=None) is not None
 
 
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the tiny data and the recorded runs of this session."""
+    place = tmp_path_factory.mktemp("place")
+    tiny_data.fetch(place / "given", place / "root")
+    return place
+
+
 @pytest.fixture
-def tiny(
-    request: pytest.FixtureRequest, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Federation:
+def tiny(request: pytest.FixtureRequest, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Federation:
     """Return the method of this test on eight clients of very different sizes, two of them unseen."""
     kinds = ("method", "trained", "thorough", "sampled", "summed")
     which = next(name for name in kinds if name in request.fixturenames)
@@ -138,8 +154,9 @@ def tiny(
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fedloom-probe\nVersion: 0.1\n")
         (about / "entry_points.txt").write_text("[fedloom.algorithms]\nprobe = conformance_probe:PROBE\n")
         monkeypatch.syspath_prepend(about.parent)
+    monkeypatch.setitem(datasets.DATASETS, "tiny", tiny_data.source(tiny_data.files()))
     given = request.config.getoption("--settings", default=None)
     settings = yaml.safe_load(given) if given is not None else TINY.get(name, {})
     if which == "summed":
         settings = {**settings, **SUMMED.get(name, {})}
-    return federation(tmp_path, tiny_root, _method(name), settings)
+    return federation(tmp_path, place, _method(name), settings)

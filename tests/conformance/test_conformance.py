@@ -19,12 +19,14 @@ import torch
 from conformance_kit import (
     COHORT,
     ROUNDS,
+    Exchange,
     Faulty,
     Federation,
     Huge,
     Killed,
     Poisoned,
     Spread,
+    assert_equal_but_for_traffic,
     same_bits,
     state,
 )
@@ -62,73 +64,76 @@ def measured_at_the_end(tiny: Federation) -> Federation:
 
 
 def test_losing_any_client_at_any_exchange_and_replaying_it(tiny: Federation, trained: str) -> None:
-    tiny = measured_at_the_end(tiny)
-    for exchange in tiny.exchanges():
+    exchanges, tiny = tiny.exchanges(), measured_at_the_end(tiny)
+    for exchange in exchanges:
         for row in exchange.rows:
             name = f"lost-{exchange.conversation}-{exchange.exchange}-{row}"
             lose = lambda call, r, e=exchange, row=row: training(call) and e.same(call) and r == row  # noqa: E731
-            loop = tiny.advance(name, Faulty(tiny.transport(name), lose))
+            loop = tiny.disturbed(name, lose)
             assert loop.round == ROUNDS
             assert_finite(loop)
             attempt = next(a for a in tiny.attempts(name) if a.round == AT)
             lost = [(loss.row, loss.exchange) for loss in attempt.conversations[exchange.conversation].lost]
             assert (attempt.outcome, lost) == ("done", [(row, exchange.exchange)])
 
-            # Only the server's state affects the evaluation unless clients keep states: once is enough.
-            measured = tiny.parts.client_algorithm().stateful or row == exchange.rows[exchange.exchange % COHORT]
-            if measured:
+            # Only the server's state affects the evaluation and a replay unless clients keep states: once is enough.
+            if tiny.parts.client_algorithm().stateful or row == exchange.rows[exchange.exchange % COHORT]:
                 tiny.resume(name)
-            (tiny.run if measured else tiny.advance)(f"{name}-replayed", replay=name)
-            assert tiny.final(f"{name}-replayed") == tiny.final(name)
-            assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
-            assert tiny.attempts(f"{name}-replayed") == tiny.attempts(name)
+                tiny.run(f"{name}-replayed", replay=name)
+                assert tiny.final(f"{name}-replayed") == tiny.final(name)
+                assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
+                assert tiny.attempts(f"{name}-replayed") == tiny.attempts(name)
 
 
 def test_client_steps_count_the_clients_that_made_them(tiny: Federation, trained: str) -> None:
+    """The state is finite with every single survivor of a round, and with any two."""
     tiny = measured_at_the_end(tiny)
-    tiny.advance("whole")
+    tiny.recorded("undisturbed", upto=AT)
     alone = []
     for row in range(COHORT):
         others_lost = lambda call, r, row=row: training(call) and r != row  # noqa: E731
-        tiny.advance(f"alone-{row}", Faulty(tiny.transport(f"alone-{row}"), others_lost))
+        assert_finite(tiny.disturbed(f"alone-{row}", others_lost, upto=AT))
         alone.append(steps(tiny, f"alone-{row}"))
     assert min(alone) > 0
-    assert steps(tiny, "whole") == sum(alone)
+    assert steps(tiny, "undisturbed") == sum(alone)
     for row in range(COHORT):
         never_there = lambda call, r, row=row: training(call) and r == row  # noqa: E731
-        tiny.advance(f"without-{row}", Faulty(tiny.transport(f"without-{row}"), never_there))
+        assert_finite(tiny.disturbed(f"without-{row}", never_there, upto=AT))
         assert steps(tiny, f"without-{row}") == sum(alone) - alone[row]
 
 
-def test_exchanges_with_one_survivor(tiny: Federation, trained: str) -> None:
-    tiny = measured_at_the_end(tiny)
-    for exchange in tiny.exchanges():
+def test_exchanges_with_one_survivor(tiny: Federation, thorough: str) -> None:
+    exchanges, tiny = tiny.exchanges(), measured_at_the_end(tiny)
+    for exchange in exchanges:
         for survivor in exchange.rows:
-            name = f"survivor-{exchange.conversation}-{exchange.exchange}-{survivor}"
-            lose = lambda call, row, e=exchange, s=survivor: training(call) and e.same(call) and row != s  # noqa: E731
-            loop = tiny.advance(name, Faulty(tiny.transport(name), lose))
-            assert loop.round == ROUNDS
-            assert_finite(loop)
+            leave_one(tiny, exchange, survivor)
 
 
 @pytest.mark.sampled(3)
 def test_a_random_exchange_with_one_survivor(tiny: Federation, sampled: str) -> None:
-    tiny, draw = measured_at_the_end(tiny), random.Random(sampled)
+    draw = random.Random(sampled)
     exchange = draw.choice(tiny.exchanges())
-    survivor = draw.choice(exchange.rows)
-    lose = lambda call, row: training(call) and exchange.same(call) and row != survivor  # noqa: E731
-    loop = tiny.advance("survivor", Faulty(tiny.transport("survivor"), lose))
+    tiny = measured_at_the_end(tiny)
+    leave_one(tiny, exchange, draw.choice(exchange.rows))
+
+
+def leave_one(tiny: Federation, exchange: Exchange, survivor: int) -> None:
+    """Check that a run goes on after all but one client are lost at an exchange."""
+    name = f"survivor-{exchange.conversation}-{exchange.exchange}-{survivor}"
+    loop = tiny.disturbed(name, lambda call, row: training(call) and exchange.same(call) and row != survivor)
     assert loop.round == ROUNDS
     assert_finite(loop)
 
 
 def test_an_attempt_that_loses_every_client_changes_nothing_and_is_retried(tiny: Federation, trained: str) -> None:
-    tiny = measured_at_the_end(tiny)
-    for exchange in tiny.exchanges():
+    exchanges, tiny = tiny.exchanges(), measured_at_the_end(tiny)
+    for exchange in exchanges:
         name = f"everybody-{exchange.conversation}-{exchange.exchange}"
         lose = lambda call, row, e=exchange: training(call) and call.key.attempt == 1 and e.same(call)  # noqa: E731
+        tiny.recorded(name, upto=AT - 1)
         loop = tiny.loop(name, Faulty(tiny.transport(name), lose), upto=ROUNDS)
-        before: list[dict[str, torch.Tensor]] = []
+        loop.resume()
+        before = [state(loop)]
         unchanged: list[bool] = []
         loop.observer.on_round = lambda attempt, loop=loop, before=before: before.append(state(loop))
         loop.observer.on_failure = lambda attempt, loop=loop, before=before, unchanged=unchanged: unchanged.append(
@@ -138,12 +143,10 @@ def test_an_attempt_that_loses_every_client_changes_nothing_and_is_retried(tiny:
         assert unchanged == [True]
         made = [(a.round, a.attempt, a.outcome == "done") for a in tiny.attempts(name)]
         assert made == [(1, 1, True), (2, 1, False), (2, 2, True), (3, 1, True)]
-        tiny.advance(f"{name}-replayed", replay=name)
-        assert tiny.final(f"{name}-replayed") == tiny.final(name)
 
 
-def test_the_run_stops_with_its_last_round_durable_if_every_attempt_fails(tiny: Federation, trained: str) -> None:
-    tiny.run("whole")
+def test_the_run_stops_with_its_last_round_durable_if_every_attempt_fails(tiny: Federation, thorough: str) -> None:
+    tiny.recorded("whole")
     tiny = tiny.changed(federation__checkpoint_every_s=1e9)
     loop = tiny.loop("failed", Faulty(tiny.transport("failed"), lambda call, row: training(call)))
     output = r"client-\d+ was lost: injected; 0 of 3 clients answered.*round 2 failed 3 times"
@@ -156,19 +159,23 @@ def test_the_run_stops_with_its_last_round_durable_if_every_attempt_fails(tiny: 
     assert tiny.metrics("failed") == tiny.metrics("whole")
 
 
-def test_min_replies(tiny: Federation, trained: str) -> None:
+def test_min_replies(tiny: Federation, thorough: str) -> None:
     tiny = measured_at_the_end(tiny).changed(federation__min_replies=2)
     for lost, made in ((1, [1]), (2, [1, 2])):
-        lose = lambda call, row, lost=lost: training(call) and call.key.attempt == 1 and row < lost  # noqa: E731
-        tiny.advance(f"{lost}-lost", Faulty(tiny.transport(f"{lost}-lost"), lose))
+
+        def lose(call: Call, row: int, lost=lost) -> bool:
+            return training(call) and (call.key.attempt, call.key.conversation) == (1, 0) and row < lost
+
+        tiny.disturbed(f"{lost}-lost", lose)
         assert [a.attempt for a in tiny.attempts(f"{lost}-lost") if a.round == AT] == made
+        tiny.advance(f"{lost}-replayed", replay=f"{lost}-lost")
+        assert tiny.final(f"{lost}-replayed") == tiny.final(f"{lost}-lost")
 
 
 def test_a_reply_that_is_not_finite_loses_only_its_client(tiny: Federation, trained: str) -> None:
     tiny = tiny.changed(federation__rounds=1)
-    transport = Faulty(tiny.transport("whole"))
-    tiny.advance("whole", transport)
-    first = [call for call in transport.calls if training(call, 1) and call.key.conversation == 0]
+    calls = tiny.recorded("whole", upto=1)
+    first = [call for call in calls if training(call, 1) and call.key.conversation == 0]
     row = 1
     client, opening = first[0].clients[row], type(first[0].message)
     for call in first:
@@ -231,8 +238,8 @@ def test_a_state_that_would_not_be_finite_is_discarded(
     assert same_bits(states[-1], state(loop))
 
 
-def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, trained: str) -> None:
-    tiny.run("whole")
+def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, thorough: str) -> None:
+    tiny.recorded("whole")
     folder = RunFolder(tiny.tmp / "whole")
     lines = list(folder.lines("journal.jsonl"))
     spoilt = json.loads(json.dumps(lines))
@@ -249,18 +256,17 @@ def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, traine
 # --- kill and resume --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint_every_s", [0.0, 1e9])
-def test_resuming_after_a_kill_at_any_exchange(tiny: Federation, thorough: str, checkpoint_every_s: float) -> None:
-    tiny = tiny.changed(federation__checkpoint_every_s=checkpoint_every_s)
-    calls = undisturbed(tiny)
+def test_resuming_after_a_kill_at_any_exchange(tiny: Federation, thorough: str) -> None:
+    """Checkpoint after every round, or only at the end, in turn."""
+    calls = tiny.recorded("whole")
     for i in range(len(calls)):
-        killed_and_resumed(tiny, i, calls)
+        killed_and_resumed(tiny.changed(federation__checkpoint_every_s=(0.0, 1e9)[i % 2]), i, calls)
 
 
 @pytest.mark.sampled(3)
 def test_resuming_after_a_kill_at_one_exchange_of_each_kind(tiny: Federation, sampled: str) -> None:
     """Kill the run at a random but fixed call; checkpoint after every round, or only at the end, in turn."""
-    calls = undisturbed(tiny)
+    calls = tiny.recorded("whole")
     kinds: dict[tuple[str, int], list[int]] = {}
     for i, call in enumerate(calls):
         kinds.setdefault((call.key.purpose, call.exchange), []).append(i)
@@ -269,13 +275,6 @@ def test_resuming_after_a_kill_at_one_exchange_of_each_kind(tiny: Federation, sa
     for k, those in enumerate(kinds.values()):
         often = tiny.changed(federation__checkpoint_every_s=1e9 if k % 2 == seldom else 0.0)
         killed_and_resumed(often, draw.choice(those), calls)
-
-
-def undisturbed(tiny: Federation) -> list[Call]:
-    """Return the calls of a complete run, in the folder ``whole``."""
-    transport = Faulty(tiny.transport("whole"))
-    tiny.run("whole", transport)
-    return transport.calls
 
 
 def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
@@ -296,11 +295,9 @@ def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["train", "evaluate"])
-def test_stopping_loses_no_client(tiny: Federation, trained: str, purpose: str) -> None:
+def test_stopping_loses_no_client(tiny: Federation, thorough: str, purpose: str) -> None:
     """A stopped transport loses the clients that have not answered; the run must not record these losses."""
-    transport = Faulty(tiny.transport("whole"))
-    tiny.run("whole", transport)
-    calls = [c for c in transport.calls if c.key.purpose == purpose and c.key.round == AT]
+    calls = [c for c in tiny.recorded("whole") if c.key.purpose == purpose and c.key.round == AT]
     for call in calls:
         name = f"stopped-{call.key.conversation}-{call.exchange}"
         stop = threading.Event()
@@ -322,18 +319,14 @@ def test_stopping_loses_no_client(tiny: Federation, trained: str, purpose: str) 
 # --- placement --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("places", [1, 2, 3])
-def test_placement_of_clients_does_not_change_results(tiny: Federation, method: str, places: int) -> None:
-    tiny.run("whole")
+def test_placement_of_clients_does_not_change_results(tiny: Federation, method: str) -> None:
+    """Two places serve every client; then each of three serves its own."""
+    tiny.recorded("whole")
     everyone = [entry.id for entry in tiny.dataset.manifest.clients]
-    shared = [frozenset(everyone)] * places
-    apart = [frozenset(everyone[i::places]) for i in range(places)]
-    for name, serves in (("shared", shared), ("apart", apart)):
+    apart = [frozenset(everyone[i::3]) for i in range(3)]
+    for name, serves in (("shared", [frozenset(everyone)] * 2), ("apart", apart)):
         tiny.run(name, Spread([tiny.transport(name) for _ in serves], serves))
-        assert tiny.final(name) == tiny.final("whole")
-        for there, here in zip(tiny.metrics(name), tiny.metrics("whole"), strict=True):
-            del there["communication"], here["communication"]  # Spread counts traffic, as a wire does
-            assert there == here
+        assert_equal_but_for_traffic(tiny, name, "whole")
 
 
 # --- personalization --------------------------------------------------------------------------------------------------
@@ -341,8 +334,7 @@ def test_placement_of_clients_does_not_change_results(tiny: Federation, method: 
 
 @pytest.mark.sampled(3)
 def test_evaluation_changes_no_state_and_is_repeatable(tiny: Federation, method: str) -> None:
-    loop = tiny.loop("run")
-    loop.run()
+    tiny.recorded("run")
     again = tiny.loop("run")
     again.resume()
     before = state(again)
@@ -356,14 +348,17 @@ def test_evaluation_changes_no_state_and_is_repeatable(tiny: Federation, method:
 def test_training_does_not_depend_on_evaluation(tiny: Federation, trained: str) -> None:
     states = []
     for every in (1, ROUNDS):
-        loop = tiny.changed(evaluation__every=every).loop(f"every-{every}")
-        loop.run()
+        changed, name = tiny.changed(evaluation__every=every), f"every-{every}"
+        changed.trained(name)
+        loop = changed.loop(name)
+        loop.resume()
         states.append(state(loop))
     assert same_bits(*states)
 
 
 def test_clients_not_seen_in_training_get_predictors(tiny: Federation, method: str) -> None:
-    evaluation = tiny.run("run")
+    tiny.trained("run")
+    evaluation = tiny.resume("run")
     assert evaluation.present.all()
     assert int((~evaluation.seen).sum()) == 2
     assert "personal" in evaluation.predictors
@@ -395,10 +390,9 @@ def test_predictors_return_probabilities(tiny: Federation, method: str) -> None:
 
 
 def test_clients_lost_in_an_evaluation_are_left_out(tiny: Federation, method: str) -> None:
-    transport = Faulty(tiny.transport("whole"))
-    tiny.run("whole", transport)
-    final = max(call.key.round for call in transport.calls)
-    last = max(call.exchange for call in transport.calls if call.key.purpose == "evaluate")
+    calls = tiny.recorded("whole")
+    final = max(call.key.round for call in calls)
+    last = max(call.exchange for call in calls if call.key.purpose == "evaluate")
     for exchange in range(last + 1):
         for rows in ({0}, {0, 1, 2, 3}):  # a single row, and a whole cohort
             name = f"absent-{exchange}-{len(rows)}"
@@ -407,18 +401,22 @@ def test_clients_lost_in_an_evaluation_are_left_out(tiny: Federation, method: st
                 measured = call.key.purpose == "evaluate" and call.key.round == final
                 return measured and call.key.conversation == 0 and call.exchange == exchange and row in rows
 
-            evaluation = tiny.run(name, Faulty(tiny.transport(name), lose))
+            tiny.trained(name)
+            evaluation = tiny.resume(name, Faulty(tiny.transport(name), lose))
             assert (~evaluation.present).nonzero().flatten().tolist() == sorted(rows)
             statistics = groups(evaluation, label_mask=False)
             assert statistics["seen"]["clients"] == int((evaluation.seen & evaluation.present).sum())
             assert tiny.metrics(name)[-1]["left_out"]["absent"] == len(rows)
-            tiny.run(f"{name}-replayed", replay=name)
-            assert tiny.final(f"{name}-replayed") == tiny.final(name)
-            assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
+        tiny.run(f"{name}-replayed", replay=name)
+        assert tiny.final(f"{name}-replayed") == tiny.final(name)
+        assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
 
 
 def test_an_evaluation_without_replies(tiny: Federation, method: str) -> None:
-    evaluation = tiny.run("nobody", Faulty(tiny.transport("nobody"), lambda call, row: call.key.purpose == "evaluate"))
+    tiny.trained("nobody")
+    evaluation = tiny.resume(
+        "nobody", Faulty(tiny.transport("nobody"), lambda call, row: call.key.purpose == "evaluate")
+    )
     assert not evaluation.present.any()
     assert tiny.metrics("nobody")[-1]["seen"] is None
     json.dumps(tiny.metrics("nobody"), allow_nan=False)

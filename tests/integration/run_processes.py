@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,12 @@ def fedloom(*arguments: object, code: int = 0, before: str = "", environment: Ma
 
 
 @contextmanager
-def started(*arguments: object, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Run a command for the duration of the block, and kill it at the end."""
+def started(
+    *arguments: object, environment: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a command, as arguments of the ``prefix``, for the duration of the block, and kill it at the end."""
     process = Popen(
-        [*FEDLOOM, *map(str, arguments)],
+        [*prefix, *FEDLOOM, *map(str, arguments)],
         env={**ENVIRONMENT, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[1]
 N, CLASSES, FACTORY = 24, 3, "adapter_models:bert"
 RNG = np.random.default_rng(4)
 PATHS = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-FACTORIES_HERE = {FACTORIES: FACTORY, "PYTHONPATH": PATHS}
+FACTORIES_HERE = {FACTORIES: FACTORY, "PYTHONPATH": PATHS, "FORKED_IMPORTS": "transformers.models.bert peft"}
 PEFLL = {
     "name": "pefll",
     "local": {"steps": 2, "batch_size": 8, "lr": 0.1},

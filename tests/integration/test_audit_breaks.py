@@ -169,11 +169,12 @@ EXAMPLES: dict[str, tuple[Break, str, dict[str, Any]]] = {
     "everyone": (everyone, "sampling", {}),
 }
 CASES = [("clients", name) for name in CLIENTS] + [("examples", name) for name in EXAMPLES]
+CLAIMED = [(of, name, CLAIMS[i % 2]) for i, (of, name) in enumerate(CASES)]
+"""Each break with one of the claims, so that every kind of break meets both."""
 
 
 @pytest.mark.sampled(13)
-@pytest.mark.parametrize("claim", CLAIMS)
-@pytest.mark.parametrize(("of", "name"), CASES)
+@pytest.mark.parametrize(("of", "name", "claim"), CLAIMED)
 def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, test, changed = (CLIENTS if of == "clients" else EXAMPLES)[name]
     broken(monkeypatch)
@@ -184,10 +185,9 @@ def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, m
     assert mentions(audit_verdict(canaries, found["claim"]), "failed")
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("claim", CLAIMS)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("of", ["clients", "examples"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("claim", "seed"), [(4.0, 0), (1.0, 1), (1.0, 2)])
 def test_a_correct_training_passes(of: str, claim: float, seed: int, tmp_path: Path) -> None:
     found = audited(tmp_path, of, claim, seed=seed, canaries=160)
     assert found["canaries"]["verdict"] == "passed"

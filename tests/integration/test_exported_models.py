@@ -116,10 +116,11 @@ def test_exported_models_reproduce_the_evaluation(case: str, tmp_path: Path) -> 
     dataset = data.open()
     for client in dataset.manifest.roster:
         tensors = dataset.tensors(client)
-        made = run.models(client)
-        made.save(tmp_path / "m.pt2")
-        exported = torch.export.load(tmp_path / "m.pt2").module()
-        for predict in (made, exported):
+        predictors: list[Any] = [run.models(client)]
+        if client == dataset.manifest.roster[-1]:  # an export takes a second
+            predictors[0].save(tmp_path / "m.pt2")
+            predictors.append(torch.export.load(tmp_path / "m.pt2").module())
+        for predict in predictors:
             found = metric(predict(tensors["test_x"]).detach(), tensors["test_y"])
             expected = float(measured[client][f"personal_{case.split()[0]}_unmasked"])
             assert found == pytest.approx(expected, rel=1e-4)

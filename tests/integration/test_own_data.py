@@ -231,7 +231,7 @@ def test_a_ledger_counts_the_training_of_its_owner(
     assert (found["delta"], found["basic"], len(found["trainings"])) == (1e-4, False, 1)
     code, again, output = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a" / "summary.json", "--json")
     assert (code, json.loads(again), bool(output)) == (0, found, True)  # counted once, by its summary
-    code, out, _ = fedloom("ledger", tmp_path / "l", "--budget", 100)
+    code, out, _ = fedloom("ledger", tmp_path / "l")
     assert (code, mentions(out, "vowels", rounded_up(found["epsilon"]))) == (0, True)
     cost = python.privacy_cost(of(experiment, *keys), clients=5, examples=44, ledger=tmp_path / "l")
     assert cost.with_ledger is not None

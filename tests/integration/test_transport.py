@@ -31,6 +31,8 @@ from transport_support import (
 from work import lines_run
 
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError, StorageError
+from fedloom.federation.monitor import Monitor
+from fedloom.federation.standing import Standing
 from fedloom.federation.transport import Lost
 from fedloom.transport import codec
 from fedloom.transport.connected import ConnectedWorkers
@@ -799,3 +801,32 @@ def test_a_worker_reconnects_after_the_aggregator_changes(aggregator) -> None:
         finally:
             for peer in peers:
                 peer.leave()
+
+
+def test_members_are_told_the_standing_before_later_requests():
+    """Tell the best round right after an evaluation, and at the end what changed last."""
+    monitor = Monitor("run", "toy", 9, "a1")
+    aggregator = make_aggregator(monitor=monitor)
+    serving = Worker(aggregator.start("127.0.0.1:0"), "w", CLIENTS)
+    try:
+        aggregator.wait_for(CLIENTS, 30)
+        until(lambda: serving.told)
+        assert (serving.told[0].phase, serving.told[0].rounds, serving.told[0].best_round) == ("waiting", 9, None)
+        monitor.evaluated({"round": 4}, 4)
+        aggregator.exchange(start_call(CLIENTS))
+        assert serving.told[-1].best_round == 4
+        monitor.enter("finished")
+        aggregator.stop(finished=True)
+        until(lambda: serving.over)
+    finally:
+        aggregator.stop()
+        serving.leave()
+    assert (serving.told[-1].phase, serving.told[-1].best_round) == ("finished", 4)
+
+
+def test_a_standing_that_cannot_be_read_breaks_the_connection(aggregator, worker, monkeypatch, caplog):
+    monkeypatch.setattr(Standing, "to_json", lambda self: '{"phase": "asleep"}')
+    with caplog.at_level(logging.INFO, "fedloom"):
+        serving = worker()
+        until(lambda: "a standing that cannot be read" in caplog.text)
+    assert not serving.told

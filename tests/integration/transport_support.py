@@ -101,6 +101,7 @@ class Worker:
     ) -> None:
         self.sessions: list[ToySession] = []
         self.joined: list = []
+        self.told: list = []  # standings
         self.error: BaseException | None = None
         self.over: bool | None = None  # return value of serve
         self.before = lambda client, exchange: None
@@ -114,7 +115,12 @@ class Worker:
         self.thread.start()
 
     def _run(self, address, introduction, reconnect_s, credentials) -> None:
-        session = {"make_session": self._session, "stop": self.stop, "bandwidth": self.bandwidth}
+        session = {
+            "make_session": self._session,
+            "stop": self.stop,
+            "bandwidth": self.bandwidth,
+            "told": self.told.append,
+        }
         try:
             self.over = serve(address, introduction, **session, reconnect_s=reconnect_s, credentials=credentials)
         except BaseException as error:

@@ -112,15 +112,25 @@ def made_by(federation: Federation) -> dict[str, Tensor]:
     return found
 
 
-def sgd(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, moved: slice, random: torch.Generator) -> Tensor:
-    """Train a part of θ by torch.optim.SGD: a visit, independent of the tested code."""
+def sgd(
+    model: FlatModel,
+    theta: Tensor,
+    c: ClientData,
+    s: LocalSGD,
+    moved: slice,
+    random: torch.Generator,
+    *,
+    term: Callable[[Tensor], Tensor | float] = lambda p: 0.0,
+    steps: int | None = None,
+) -> Tensor:
+    """Train a part p of θ by torch.optim.SGD on the mean loss and a term of p, independent of the tested code."""
     p, where = theta[moved].clone().requires_grad_(), torch.arange(len(theta))[moved]
     optimizer = torch.optim.SGD([p], lr=s.lr, momentum=s.momentum)
-    assert c.train.y is not None
-    for index in batches(len(c.train), s.batch_size, s.count(len(c.train)), random):
+    steps = s.count(len(c.train)) if steps is None else steps
+    for index in batches(len(c.train), s.batch_size, steps, random):
         optimizer.zero_grad()
         logits = model.logits(theta.index_put((where,), p), c.train.x[index])
-        mean_loss(logits, c.train.y[index]).backward()
+        (mean_loss(logits, c.train.y[index]) + term(p)).backward()
         optimizer.step()
     return theta.index_put((where,), p.detach())
 
@@ -368,12 +378,7 @@ def federation(
         Roster(known),
         transport,
         made,
-        LoopHooks(
-            Silent(),
-            after=after,
-            monitor=Monitor() if control is None else control.monitor,
-            control=control,
-        ),
+        LoopHooks(Silent(), after=after, monitor=Monitor() if control is None else control.monitor, control=control),
         lambda evaluation: {},
         replay=replay,
         releases=None

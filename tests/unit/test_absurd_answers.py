@@ -299,7 +299,6 @@ def test_a_state_corrupted_in_place_never_reaches_a_checkpoint(tmp_path: Path) -
     again.loop.resume()
     assert again.loop.round == 3
     assert all(torch.equal(mine, again.state[key]) for key, mine in durable.items())
-    assert again.loop.best is not None
     assert again.loop.best.round <= 3
     again.run()
 

@@ -1,17 +1,21 @@
-"""``HOST:PORT`` in ``fedloom aggregator --listen`` and ``fedloom worker --aggregator``."""
+"""Arguments of workers and servers: ``HOST:PORT``, and the clients that a worker serves."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import typer
-from facts import refusing
+from facts import refusing, telling
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fedloom.cli.run import aggregator_command as aggregator
 from fedloom.cli.worker import worker
 from fedloom.core.address import dialable, split_address
+from fedloom.engine.worker import select_clients
 from fedloom.errors import ExperimentError
 
 
@@ -51,13 +55,10 @@ def test_invalid_addresses(text: str) -> None:
             split_address(text, what="--listen", lowest=lowest)
 
 
-def test_port_0_is_only_valid_for_listening() -> None:
-    assert split_address("127.0.0.1:0", what="--listen", lowest=0) == ("127.0.0.1", 0)
+def test_invalid_addresses_are_rejected_before_anything_is_read(tmp_path: Path) -> None:
+    assert split_address("127.0.0.1:0", what="--listen", lowest=0) == ("127.0.0.1", 0)  # only for listening
     with refusing(ExperimentError, "--aggregator", "127.0.0.1:0", "HOST:PORT", 1, 65535):
         split_address("127.0.0.1:0", what="--aggregator", lowest=1)
-
-
-def test_invalid_addresses_are_rejected_before_anything_is_read(tmp_path: Path) -> None:
     with refusing(ExperimentError, "--listen", "127.0.0.1:99999"):
         aggregator(str(tmp_path / "nowhere.yaml"), listen="127.0.0.1:99999")
     with refusing(ExperimentError, "aggregator", "foo"):
@@ -70,3 +71,25 @@ def test_a_negative_wait_is_rejected() -> None:
     done = CliRunner().invoke(app, ["nowhere.yaml", "--wait", "-1"])
     assert done.exit_code == 2
     assert "--wait" in done.output
+
+
+@given(n=st.integers(1, 60), data=st.data())
+def test_blocks_are_equal_to_one_and_contain_every_client_once_in_order(n: int, data: st.DataObject) -> None:
+    everyone = [f"client-{i}" for i in range(data.draw(st.integers(n, 200)))]
+    blocks = [select_clients(everyone, f"{i}/{n}") for i in range(n)]
+    assert [*itertools.chain(*blocks)] == everyone
+    sizes = {len(block) for block in blocks}
+    assert max(sizes) - min(sizes) <= 1
+    assert 0 not in sizes
+    assert select_clients(["a", "b"], None) == ["a", "b"]
+    assert select_clients(["a", "b"], "b, c,") == ["b", "c"]
+
+
+@pytest.mark.parametrize("part", ["2/2", "0/4", "0/0", "-1/2", "1/2/3", "a/b", "/", "1 /2", "٣/٤", "a,0/2"])
+def test_invalid_blocks(part: str) -> None:
+    with telling(ExperimentError, "clients", "I/N", part) as refused:
+        select_clients(["a", "b", "c"], part)
+    assert "3" in str(refused.value)
+    for clients in ("", ",", " , "):
+        with pytest.raises(ExperimentError, match=r"clients must .*2 clients"):
+            select_clients(["a", "b"], clients)

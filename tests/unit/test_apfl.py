@@ -87,7 +87,6 @@ def test_rounds_follow_algorithm_1(tmp_path: Path) -> None:
         ends = []
         for c in data[:2]:
             w, mine, share, x, y = theta, v[c.id], alpha[c.id], c.train.x, c.train.y
-            assert y is not None
             momentum, own = torch.zeros_like(w), torch.zeros_like(w)
             drawn = batches(len(c.train), 3, s.local.count(len(c.train)), generator(SEED, "train/train", c.id, t))
             for i, index in enumerate(drawn):
@@ -123,21 +122,6 @@ def test_alpha_follows_the_loss_and_stays_between_0_and_1(centre: float, alpha: 
     local = {"epochs": None, "steps": 1, "lr": 0.3, "momentum": 0.0, "lambda_theta": 0.0}
     APFL.train(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made(local=local))
     assert members.kept[0]["alpha"].item() == pytest.approx(alpha, abs=1e-12)
-
-
-def test_a_client_without_a_personal_model_gets_the_shared_one(tmp_path: Path) -> None:
-    """To the bit, or fine-tuned; also for a client that is lost in every round."""
-    data = clients(SIZES)
-    f = run(tmp_path / "none", made(), rounds=2, unseen=["c2"], lost={0: 1})
-    for c in ("c1", "c2"):
-        assert torch.equal(theta_of(f, 2, c), f.state["theta"])
-    assert not torch.equal(theta_of(f, 2, "c0"), f.state["theta"])
-    f = run(tmp_path / "tuned", made(personalize_steps=2), rounds=1, unseen=["c2"])
-    alone = ClientGroup(data[2:], lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1))
-    sgd = LocalSGD.model_validate(LOCAL | {"epochs": None, "steps": 2})
-    assert torch.equal(
-        theta_of(f, 1, "c2"), train(MODEL, alone, f.state["theta"][None], sgd, purpose="fine-tune").theta[0]
-    )
 
 
 def test_a_client_whose_personal_model_diverges_is_lost() -> None:

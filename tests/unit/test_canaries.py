@@ -91,11 +91,10 @@ def test_the_bound_is_below_the_claim_with_noise_and_above_without() -> None:
     claim = gaussian_epsilon(multiplier, delta, rounds)
     settings = {"canaries": 400, "size": 4000, "rounds": rounds}
     bounds, estimates = [], []
-    for seed in range(20):
+    for seed in range(10):
         scores, coins = noisy_sum(seed, multiplier, **settings)
         bounds.append(canary_document(scores, coins, delta=delta, confidence=0.95)["epsilon"])
         estimate = normal_estimate(scores, coins, delta=delta, confidence=0.95)
-        assert estimate is not None
         estimates.append(estimate["epsilon"])
     assert max(bounds) <= claim
     assert np.mean(bounds) > 0.1 * claim  # it detects something
@@ -143,8 +142,6 @@ def test_canary_examples_have_a_wrong_target_or_are_absent(vowels: FederatedData
     found.verify()
     for client in vowels.manifest.clients:
         before, after = vowels.client(client.id).train, found.client(client.id).train
-        assert before.y is not None
-        assert after.y is not None
         mine = {canary.place: i for i, canary in enumerate(canaries) if canary.client == client.id}
         stays = [place for place in range(len(before)) if place not in mine or coins[mine[place]]]
         torch.testing.assert_close(after.x, before.x[stays])  # type: ignore[index]

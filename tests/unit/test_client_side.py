@@ -41,10 +41,7 @@ DATA = clients((4, 9, 6, 5))
 KEY = ConversationKey(1, 1, 0, "train")
 HALF = PeFLLClient(
     PeFLLSettings.model_validate(
-        {
-            "local": {"steps": 3, "batch_size": 3, "momentum": 0.9},
-            "descriptor": {"size": 4, "batch_size": 3},
-        }
+        {"local": {"steps": 3, "batch_size": 3, "momentum": 0.9}, "descriptor": {"size": 4, "batch_size": 3}}
     ),
     setup(),
 )
@@ -188,11 +185,7 @@ def test_conversations_are_independent() -> None:
 
 @pytest.mark.parametrize(
     "later",
-    [
-        ConversationKey(1, 2, 0, "train"),
-        ConversationKey(1, 0, 0, "evaluate"),
-        ConversationKey(2, 1, 0, "train"),
-    ],
+    [ConversationKey(1, 2, 0, "train"), ConversationKey(1, 0, 0, "evaluate"), ConversationKey(2, 1, 0, "train")],
 )
 @pytest.mark.parametrize("exchange", [0, 1])
 def test_unclosed_conversations_end_with_the_next_attempt(later: ConversationKey, exchange: int) -> None:
@@ -322,15 +315,6 @@ def near(one: Message | Lost, other: Message | Lost) -> None:
     tensors: dict[str, Tensor] = other.tensors()
     for name, tensor in one.tensors().items():
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-10)
-
-
-def test_batches_reply_as_single_clients() -> None:
-    single, grouped = Clients(), Clients(at_once=3)  # batches of three and one
-    for exchange in range(3):
-        alone, together = single.ask(exchange, range(4)), grouped.ask(exchange, range(4))
-        assert list(together) == [0, 1, 2, 3]
-        for row in range(4):
-            near(together[row], alone[row])
 
 
 @pytest.mark.parametrize("exchange", [1, 2])

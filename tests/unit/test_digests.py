@@ -1,8 +1,7 @@
-"""Digests of a run's files detect any change since they were written."""
+"""Digests of a run's files and of files of tensors detect any change since they were written."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import shutil
@@ -11,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.core import digests
 from fedloom.errors import DataError
+from fedloom.federation.states import States
+from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints, decode_tensors, encode_tensors
 from fedloom.runs.files import DIGESTS
 from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Version
+from fedloom.storage.folder import FolderStore
 
 LINES = [{"round": t, "text": "é\n"} for t in range(4)]
 WHOLE = {
@@ -29,14 +33,16 @@ WHOLE = {
 }
 
 
+def flipped(content: bytes, bit: int) -> bytes:
+    """Return the content with one bit changed."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
 def flips(content: bytes) -> list[bytes]:
     """Return the content with one bit changed, for every bit."""
-    changed = []
-    for at, bit in itertools.product(range(len(content)), range(8)):
-        one = bytearray(content)
-        one[at] ^= 1 << bit
-        changed.append(bytes(one))
-    return changed
+    return [flipped(content, bit) for bit in range(8 * len(content))]
 
 
 @pytest.fixture
@@ -118,24 +124,17 @@ def test_missing_last_lines_of_a_finished_run_are_detected(folder: RunFolder, go
     assert list(folder.lines("metrics.jsonl")) == []
 
 
-def test_a_damaged_line_is_detected_when_reading_backwards(folder: RunFolder) -> None:
+def test_damaged_and_foreign_lines_are_detected_when_reading_backwards_and_appending(folder: RunFolder) -> None:
     path = folder.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"round": 2', b'"round": 3'))
     reader = folder.line_file("metrics.jsonl").backwards()
     assert next(reader).object == LINES[3]
     with pytest.raises(DataError, match="line 3 is damaged"):
         next(reader)
-
-
-def test_one_file_of_lines_is_not_accepted_as_another(folder: RunFolder) -> None:
-    shutil.copy(folder.path / "metrics.jsonl", folder.path / "journal.jsonl")
+    shutil.copy(path, folder.path / "journal.jsonl")  # one file of lines is not accepted as another
     with pytest.raises(DataError, match=r"journal\.jsonl, line 1 is damaged"):
         folder.lines("journal.jsonl")
-
-
-def test_nothing_is_appended_after_a_truncated_line(folder: RunFolder) -> None:
-    path = folder.path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-1])  # nothing is appended after a truncated line
     with pytest.raises(DataError, match="line 4 is damaged"):
         folder.append("metrics.jsonl", {"round": 4})
 
@@ -209,3 +208,93 @@ def test_a_digest_chain_of_any_objects(values: list[dict[str, Any]], rng: random
         before = (digests.stated_digest(lines[first - 1]) or "") if first else digests.beginning("x")
         with pytest.raises(digests.Damaged):
             digests.check_line(lines[order[first]], before)
+
+
+TENSORS = {"theta": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(True), "none": torch.zeros(0, 2)}
+
+
+def test_written_tensors_are_read() -> None:
+    tensors, about = decode_tensors(encode_tensors(TENSORS, {"b": [1, None], "a": "é\n\"'"}))
+    assert about == {"b": [1, None], "a": "é\n\"'"}
+    assert {name: (t.dtype, t.tolist()) for name, t in tensors.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in TENSORS.items()
+    }
+    assert decode_tensors(encode_tensors({}, {}))[0] == {}
+
+
+def test_equal_contents_give_equal_bytes() -> None:
+    assert encode_tensors(TENSORS, {"a": 1, "b": 2}) == encode_tensors(
+        dict(reversed(TENSORS.items())), {"b": 2, "a": 1}
+    )
+    assert encode_tensors(TENSORS, {"a": 1}) != encode_tensors(TENSORS, {"a": 2})
+
+
+def test_any_flipped_bit_or_truncation_of_tensors_is_detected() -> None:
+    """Flip each bit of values, names, shapes, metadata and the digest itself."""
+    content = encode_tensors(TENSORS, {"round": 7})
+    for damaged in (*flips(content), *(content[:kept] for kept in (0, 1, 8, 40, 100, 200, -8, -1))):
+        with pytest.raises(ValueError, match=r"digest|damaged"):
+            decode_tensors(damaged)
+
+
+def made(folder: Path) -> Checkpoints:
+    """Write checkpoints of rounds 3, 4 and 5; the best is 3."""
+    checkpoints = Checkpoints(folder)
+    folder.mkdir()
+    for round in (3, 4, 5):
+        checkpoints.save(Checkpoint("fedavg", 1, round, Best(3, 0.5), {"theta": torch.full((64,), float(round))}))
+    checkpoints.close()
+    assert checkpoints.rounds() == [3, 4, 5]
+    return checkpoints
+
+
+def test_a_damaged_checkpoint_is_named_with_the_others(tmp_path: Path) -> None:
+    """For any bit of it; no other file is used in its place."""
+    checkpoints = made(tmp_path / "checkpoints")
+    path = tmp_path / "checkpoints" / "round-000005.safetensors"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 61):
+        path.write_bytes(flipped(whole, bit))
+        with pytest.raises(DataError, match=r"round-000005\.safetensors is not a ") as refused:
+            checkpoints.load()
+        assert "3, 4" in str(refused.value.hint)
+        assert "round 4 with resume=True" in str(refused.value.hint)
+    assert checkpoints.load(4).state["theta"][0] == 4
+    path.unlink()
+    assert checkpoints.load().round == 4
+
+
+def test_the_hint_for_a_damaged_checkpoint_works(tmp_path: Path) -> None:
+    """Resuming from an earlier round requires removing the file; the first and the only one have no earlier round."""
+    checkpoints = made(tmp_path / "checkpoints")
+    first, second, third = sorted((tmp_path / "checkpoints").iterdir())
+    whole = first.read_bytes()
+    first.write_bytes(flipped(whole, 999))
+    with pytest.raises(DataError) as refused:
+        checkpoints.load("best")
+    assert "4, 5" in str(refused.value.hint)
+    assert "resume" not in str(refused.value.hint)
+    third.write_bytes(whole)  # under another name
+    with pytest.raises(DataError, match=r"round-000005\.safetensors .*round 3"):
+        checkpoints.load()
+    second.unlink()
+    third.unlink()
+    with pytest.raises(DataError, match=r"only one"):
+        checkpoints.load()
+
+
+def test_a_damaged_state_is_rejected(tmp_path: Path) -> None:
+    states, version = States(FolderStore(tmp_path)), Version(2, 1, 0, 3, 77)
+    states.save("c0", version, {"q": torch.arange(40.0)})
+    path = tmp_path / "c0" / f"{version}.safetensors"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 61):
+        path.write_bytes(flipped(whole, bit))
+        with pytest.raises(DataError, match=rf"{version}\.safetensors is not a "):
+            states.load("c0", version)
+    path.write_bytes(whole)
+    states.save("c1", version, {"q": torch.zeros(40)})
+    assert states.load("c0", version) is not None
+    path.write_bytes((tmp_path / "c1" / path.name).read_bytes())  # of another client
+    with pytest.raises(DataError, match=r"\bc1\b"):
+        states.load("c0", version)

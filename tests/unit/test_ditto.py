@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from federations import Federation, clients, close, federation, group, mean_loss, setup
+from federations import Federation, clients, close, federation, group, setup, sgd
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.ditto import DITTO, DittoSettings, train_near
@@ -46,16 +45,9 @@ def theta_of(f: Federation, round: int, client: str, name: str = "personal") -> 
 
 
 def visit(s: DittoSettings, v: Tensor, w: Tensor, c: ClientData, steps: int, random: torch.Generator) -> Tensor:
-    """Train by torch.optim.SGD on f_i(v) + λ/2 ‖v - w‖², with the term in the loss."""
-    p = v.clone().requires_grad_()
-    optimizer = torch.optim.SGD([p], lr=s.personal.lr, momentum=s.personal.momentum)
-    assert c.train.y is not None
-    for index in batches(len(c.train), s.personal.batch_size, steps, random):
-        optimizer.zero_grad()
-        loss = mean_loss(MODEL.logits(p, c.train.x[index]), c.train.y[index])
-        (loss + s.proximity / 2 * (p - w).square().sum()).backward()
-        optimizer.step()
-    return p.detach()
+    """Train on f_i(v) + λ/2 ‖v - w‖², with the term in the loss."""
+    term = lambda p: s.proximity / 2 * (p - w).square().sum()  # noqa: E731
+    return sgd(MODEL, v, c, s.personal, slice(None), random, steps=steps, term=term)
 
 
 @pytest.mark.parametrize("proximity", [0.0, 5.0])
@@ -118,7 +110,7 @@ def test_on_a_quadratic_v_is_the_proximal_point() -> None:
     h, split = torch.tensor([2.0, 0.5]).double(), Split(c.repeat(4, 1), None)
     members = group([ClientData("c0", split, split, split, 0)])
     for strength in (0.5, 9.0, 1e5):
-        s = made(proximity=strength, personal={"steps": 2000, "lr": 0.5 / (2 + strength), "momentum": 0.0})
+        s = made(proximity=strength, personal={"steps": 200, "lr": 0.5 / (2 + strength), "momentum": 0.0})
         found = train_near(Quadratic(2, (2.0, 0.5)), members, torch.zeros(1, 2).double(), w[None], s, s.personal)
         close(found.theta[0], (h * c + strength * w) / (h + strength), atol=1e-9)
 

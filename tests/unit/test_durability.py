@@ -1,4 +1,4 @@
-"""State of the disk after a power cut or a kill, and how --resume continues from it."""
+"""State of the disk after a power cut or a kill, how --resume continues from it, and the index of the journal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import itertools
 import os
 import random
 import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from facts import tells
+from facts import telling
 from federations import Federation, clients, federation, setup
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
@@ -20,6 +25,7 @@ from fedloom.algorithms.scaffold import SCAFFOLD
 from fedloom.errors import DataError
 from fedloom.runs.checkpoint import VERSION, Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import DONE, EVALUATED, Attempt, ConversationRecord, Journal, Loss, Replay, Version
 
 SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
 
@@ -50,9 +56,7 @@ def test_the_journal_is_durable_before_the_checkpoint(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("missing", "first"), [([3], 3), ([2], 2), ([1, 2, 3], 1)])
-def test_a_journal_without_the_rounds_before_the_checkpoint_is_rejected(
-    tmp_path: Path, missing: list[int], first: int
-) -> None:
+def test_a_journal_without_rounds_before_the_checkpoint_fails(tmp_path: Path, missing: list[int], first: int) -> None:
     whole = made(tmp_path / "whole")
     whole.run()
     made(tmp_path / "cut").run()
@@ -91,16 +95,6 @@ def test_the_best_round_survives_a_checkpoint_written_before_its_evaluation(tmp_
     assert (tmp_path / "metrics.jsonl").read_bytes() == lines
 
 
-def test_a_known_best_round_is_not_reevaluated(tmp_path: Path) -> None:
-    f = made(tmp_path, rounds=1)
-    f.run()
-    assert f.loop.best is not None
-    again = made(tmp_path, rounds=1)
-    again.loop.resume()
-    assert 1 in [line["round"] for line in again.loop.folder.lines("metrics.jsonl")]
-    again.loop.checkpoints.close()
-
-
 def test_a_finished_run_without_checkpoints_is_not_restarted(tmp_path: Path) -> None:
     f = made(tmp_path)
     f.run()
@@ -114,19 +108,22 @@ def test_a_finished_run_without_checkpoints_is_not_restarted(tmp_path: Path) -> 
     assert [(tmp_path / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")] == before
 
 
-@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
-def test_a_binary_file_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "spoil", "after"),
+    [
+        ("journal.jsonl", lambda content: content[:-2] + b"\xff}\n", 0),
+        ("metrics.jsonl", lambda content: content[:-2] + b"\xff}\n", 0),
+        ("metrics.jsonl", lambda content: content + b'"x"\n3\n', 1),
+    ],
+)
+def test_lines_without_objects_are_named(
+    tmp_path: Path, name: str, spoil: Callable[[bytes], bytes], after: int
+) -> None:
     made(tmp_path).run()
-    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2] + b"\xff}\n")
-    with pytest.raises(DataError, match=rf"{name}, line \d is damaged"):
-        made(tmp_path).loop.resume()
-
-
-def test_a_foreign_line_is_rejected(tmp_path: Path) -> None:
-    made(tmp_path).run()
-    before = (tmp_path / "metrics.jsonl").read_text()
-    (tmp_path / "metrics.jsonl").write_text(before + '"x"\n3\n')
-    with pytest.raises(DataError, match=rf"metrics\.jsonl, line {before.count(chr(10)) + 1} is damaged"):
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(spoil(content))
+    line = content.count(b"\n") + after
+    with pytest.raises(DataError, match=rf"{name}, line {line} is damaged"):
         made(tmp_path).loop.resume()
 
 
@@ -153,7 +150,6 @@ def test_lines_are_read_from_the_end(tmp_path: Path, end: str) -> None:
         p for p in placed if p.object == lines[1]
     ]
     last = folder.last_evaluation()
-    assert last is not None
     assert (last[0], folder.last_evaluation(-1)) == (lines[-1], None)
     assert folder.last_evaluation(2) == (lines[0], placed[0].end)
     assert [folder.evaluation_of(line["round"]) for line in lines] == lines
@@ -173,9 +169,7 @@ def test_history_is_unchanged_when_a_run_continues(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("every", "evaluations", "read"), [(1, 2000, 2000), (1, 2001, 1001), (7, 5000, 1251)])
-def test_a_long_history_is_read_only_as_far_as_a_curve_shows(
-    tmp_path: Path, every: int, evaluations: int, read: int
-) -> None:
+def test_a_long_history_is_thinned_as_for_a_curve(tmp_path: Path, every: int, evaluations: int, read: int) -> None:
     made(tmp_path).run()
     folder = RunFolder(tmp_path)
     line = folder.metrics()[0]
@@ -189,7 +183,7 @@ def test_a_long_history_is_read_only_as_far_as_a_curve_shows(
 
 
 @pytest.mark.parametrize("other", [VERSION + 1, VERSION - 1])
-def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(
+def test_a_checkpoint_of_another_format_is_rejected(
     other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reject newer checkpoints, as after ``helm rollback``, which restores an older image but not older data."""
@@ -200,9 +194,8 @@ def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(
             writer.save(Checkpoint("fedavg", 1, round, None, {"theta": torch.zeros(1)}))
         writer.close()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(DataError) as refused:
+    with telling(DataError, "round-000002", f"format {other}", f"format {VERSION}") as refused:
         Checkpoints(tmp_path).load("last")
-    assert tells(str(refused.value), "round-000002", f"format {other}", f"format {VERSION}")
     assert "remove" not in f"{refused.value}{refused.value.hint}"  # the previous round has that format, too
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -267,3 +260,137 @@ def test_missing_evaluations_are_repeated_or_reported(tmp_path: Path, gone: int)
         again.loop.resume()
         again.run()
         assert ends(tmp_path / "run") == ends(tmp_path / "whole")
+
+
+CLIENTS = [f"c{i}" for i in range(4)]
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> list[Attempt]:
+    """Write the attempts of a run, as it would."""
+    found: list[Attempt] = []
+    for t in range(1, draw(st.integers(1, 8)) + 1):
+        failures = draw(st.integers(0, 2))
+        for number in range(1, failures + 2):
+            cohort = draw(st.lists(st.sampled_from(CLIENTS), min_size=1, max_size=5))
+            rows = draw(st.sets(st.integers(0, len(cohort) - 1)))
+            losses = [Loss(row, cohort[row], 0, "late") for row in sorted(rows)]
+            done = number == failures + 1
+            loss = {"loss": draw(st.floats(-10, 10))} if draw(st.booleans()) else {}
+            found.append(
+                Attempt(
+                    t,
+                    number,
+                    DONE if done else "too few",
+                    [ConversationRecord(cohort, losses)],
+                    {"client_steps": float(draw(st.integers(0, 9))), **loss} if done else {},
+                    seconds=draw(st.floats(0, 5)),
+                    payload_up=draw(st.integers(0, 99)),
+                    wire_up=draw(st.sampled_from([None, 3, 4])),
+                )
+            )
+        if draw(st.booleans()):
+            found.append(Attempt(t, 0, EVALUATED, [ConversationRecord(CLIENTS, [Loss(0, "c0", 0, "late")])]))
+    return found
+
+
+def written(folder: Path, lines: list[Attempt]) -> RunFolder:
+    found = RunFolder(folder)
+    found.make()
+    found.rewrite("journal.jsonl", map(asdict, lines))
+    return found
+
+
+def latest(lines: list[Attempt], client: str, round: int) -> Version | None:
+    """Return by definition the row of the last round up to this one that counted the client."""
+    return max(
+        (
+            Version(a.round, a.attempt, n, row, a.life)
+            for a in lines
+            if a.outcome == DONE and a.round <= round
+            for n, conversation in enumerate(a.conversations)
+            for row, member in enumerate(conversation.clients)
+            if member == client and row not in {loss.row for loss in conversation.lost}
+        ),
+        default=None,
+    )
+
+
+@given(attempts(), st.data())
+def test_the_index_fits(tmp_path_factory: pytest.TempPathFactory, lines: list[Attempt], data: st.DataObject) -> None:
+    folder = written(tmp_path_factory.mktemp("run"), lines)
+    last = data.draw(st.integers(0, lines[-1].round))
+    needed = data.draw(st.sets(st.integers(0, last)))
+    evaluated = data.draw(st.integers(-1, last))
+    journal = Journal.read(folder, last, needed, evaluated)
+    kept = [a for a in lines if a.round <= last]
+    done = [a for a in kept if a.outcome == DONE]
+    assert journal.whole == journal.counted_rounds == last
+    costs = journal.costs
+    assert costs.payload_up == sum(a.payload_up for a in done)
+    wires = [a.wire_up for a in done]
+    assert costs.wire_up == (None if None in wires else sum(wires))
+    assert costs.client_steps == sum(a.statistics["client_steps"] for a in done)
+    assert costs.seconds == pytest.approx(sum(a.seconds for a in kept))
+    losses = [a.statistics["loss"] for a in done if a.round > evaluated and "loss" in a.statistics]
+    assert journal.train_loss() == (sum(losses) / len(losses) if losses else None)
+    assert journal.train_loss() is None
+    for client in CLIENTS:
+        for round in (*needed, last):
+            assert journal.version(client, round) == latest(lines, client, round)
+    journal.rewind()
+    assert folder.lines("journal.jsonl") == [asdict(a) for a in kept]
+    journal.append(Attempt(last + 1, 1, statistics={"client_steps": 1.0}))
+    assert [a.round for a in journal.counted()] == list(range(1, last + 2))
+
+
+@given(attempts())
+def test_a_replay_keeps_its_snapshot_of_the_file(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[Attempt]
+) -> None:
+    folder = written(tmp_path_factory.mktemp("run"), lines)
+    replay = Replay(folder)
+    folder.rewrite("journal.jsonl", [])
+    for attempt in lines:
+        if attempt.outcome == DONE:
+            assert replay.attempt(attempt.round) == attempt
+        if attempt.outcome == EVALUATED:
+            assert replay.evaluation(attempt.round) == attempt
+    with pytest.raises(DataError, match=rf"round {lines[-1].round}\b"):
+        replay.attempt(lines[-1].round + 1)
+
+
+def test_memory_does_not_grow_with_rounds(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.make()
+    journal = Journal(folder)
+    sizes = []
+    for t in range(1, 2001):
+        conversation = ConversationRecord(CLIENTS, [Loss(t % 4, CLIENTS[t % 4], 0, "late")])
+        journal.append(Attempt(t, 1, DONE, [conversation], {"client_steps": 5.0, "loss": 1.0}))
+        journal.needed = {t - t % 10, 100}
+        if t % 10 == 0:
+            journal.train_loss()
+        if t in (1000, 2000):
+            sizes.append(_size(journal.__dict__))
+    assert sizes[1] <= sizes[0] + 100
+    assert sum(len(versions) for versions in journal._kept.values()) <= 4 * len(CLIENTS)
+
+
+def _size(value: object) -> int:
+    """Return the bytes of a value and of its content."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    return sys.getsizeof(value) + sum(_size(part) for part in inner)
+
+
+@pytest.mark.parametrize("end", ["", "\n", '\n{"round": 3, "att'])
+def test_a_line_without_an_end_is_ignored(tmp_path: Path, end: str) -> None:
+    lines = [Attempt(t, 1, statistics={"client_steps": 1.0}) for t in (1, 2)]
+    folder = written(tmp_path, lines)
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(path.read_bytes().rstrip(b"\n") + end.encode())
+    journal = Journal.read(folder)
+    assert journal.whole == (1 if end == "" else 2)
+    journal.rewind()
+    journal.append(Attempt(journal.whole + 1, 1, statistics={"client_steps": 1.0}))
+    assert [a.round for a in journal.counted()] == list(range(1, journal.whole + 1))

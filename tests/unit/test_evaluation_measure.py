@@ -166,7 +166,6 @@ def test_calibration_against_a_hand_computation() -> None:
     expected[0, 14] = torch.tensor([1, 1.0, 1])
     torch.testing.assert_close(found.calibration, expected, atol=1e-6, rtol=0)
     statistics = group_uncertainty(found.calibration, found.uncertainty)
-    assert statistics is not None
     assert statistics["ece"] == pytest.approx((abs(1 - 0.84) + abs(2 - 2.1) + 0) / 6)
     nats = [-sum(q * math.log(q) for q in row if q) for row in p.double().tolist()]
     assert statistics["entropy"] == pytest.approx(sum(nats) / 6)
@@ -241,7 +240,6 @@ def test_small_clients_are_measured_together_as_one_by_one() -> None:
     shared, names = Fixed(), ["personal", "global", "other"]
     predictors = [{"personal": Fixed(), "global": shared, "other": shared} for _ in data]
     found = measured_together(predictors, data, names, batch_size=7, plan=plan)
-    assert found is not None
     for name, rows in zip(
         Measurements._fields,
         zip(

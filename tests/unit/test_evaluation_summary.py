@@ -106,7 +106,6 @@ def test_group_statistics_against_numpy(rows: list[tuple[int, int, float]]) -> N
 def test_worst_decile_is_the_mean_of_the_worst_tenth_rounded_up(n: int, size: int) -> None:
     rows = torch.tensor([[i, 100, 0] for i in range(n)], dtype=torch.float64)
     found = group_statistics(rows.flip(0))
-    assert found is not None
     assert found["accuracy_worst_decile"] == pytest.approx(sum(range(size)) / size / 100)
 
 
@@ -200,12 +199,7 @@ def test_metrics_line_is_json() -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     with pytest.raises(ValueError, match="'seen'"):
         metrics_line(
-            evaluation(),
-            label_mask=False,
-            train_loss=None,
-            communication=TRAFFIC,
-            client_steps=0,
-            extra={"seen": {}},
+            evaluation(), label_mask=False, train_loss=None, communication=TRAFFIC, client_steps=0, extra={"seen": {}}
         )
 
 
@@ -261,7 +255,6 @@ def test_the_last_evaluations_are_summarized() -> None:
         for t, value in rounds.items()
     ]
     found = late(lines)
-    assert found is not None
     assert (found["evaluations"], found["rounds"]) == (3, [50, 150])  # without the evaluation before training
     assert found["seen"] == {
         "accuracy_mean": {"mean": pytest.approx(2 / 3), "lowest": 0.5, "highest": 0.875},
@@ -269,13 +262,11 @@ def test_the_last_evaluations_are_summarized() -> None:
     }
     assert found["unseen"] is found["global"] is None
     alone = late(lines[:1])
-    assert alone is not None
     assert alone["seen"]["accuracy_mean"] == {"mean": 0.1, "lowest": 0.1, "highest": 0.1}
     losses = [
         {**one, "seen": {"accuracy_mean": None, "accuracy_pooled": None, "loss_mean": t}} for t, one in enumerate(lines)
     ]
     of_losses = late(losses)
-    assert of_losses is not None
     assert of_losses["seen"] == {"loss_mean": {"mean": 2.0, "lowest": 1, "highest": 3}}
     assert late([]) is None
 
@@ -357,7 +348,6 @@ def test_clients_calibration_errors_are_computed_per_client() -> None:
         assert calibration_of_clients(e, name) == pytest.approx(sum(each) / len(each))
         sizes = [float(e.calibration[i, p, :, 0].sum()) for i in rows]
         together = uncertainties(e)[name]
-        assert together is not None
         assert together["ece"] <= sum(n * error for n, error in zip(sizes, each, strict=True)) / sum(sizes) + 1e-12
     # One is as overconfident as the other is underconfident: calibrated together, but not separately.
     two = torch.zeros(2, 15, 3, dtype=torch.float64)

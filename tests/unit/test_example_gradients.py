@@ -94,7 +94,6 @@ MODELS: dict[str, Callable[[], FlatModel]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_equal_those_of_single_examples(name: str, clip: float) -> None:
     model, c = MODELS[name](), client("c0", 7)
-    assert c.train.y is not None
     dtype = torch.float64 if name in ("mlp", "lenet", "convnet") else torch.float32
     w = model.layout.leaves(model.init(torch.Generator().manual_seed(1), dtype))
     x, weight = c.train.x.to(dtype), torch.tensor([1, 1, 0, 1, 1, 1, 0]).to(dtype)
@@ -160,7 +159,6 @@ def by_hand(
         optimizer: Any = torch.optim.SGD([p], s.lr, s.momentum or 0.0, weight_decay=s.weight_decay)
     else:
         optimizer = kinds[s.optimizer]([p], s.lr, weight_decay=s.weight_decay)
-    assert c.train.y is not None
     n, steps = len(c.train), s.count(len(c.train))
     b = min(s.batch_size * s.accumulate, n)
     for t in range(steps):
@@ -234,7 +232,6 @@ def test_only_the_selected_part_is_clipped_and_moved() -> None:
     moved = train(SMALL, group([c], how), theta, one, only="head").theta - theta
     p = SMALL.layout.split(theta[0])
     frozen = {name: p[name] for name in SMALL.layout.body}
-    assert c.train.y is not None
     expected = one_by_one(
         lambda w, x, y: F.cross_entropy(SMALL.forward({**frozen, **w}, x), y),
         {name: p[name] for name in SMALL.layout.head}, c.train.x, c.train.y, 0.2,
@@ -327,14 +324,7 @@ def test_dropout_differs_between_examples() -> None:
     w = model.layout.leaves(model.init(torch.Generator().manual_seed(1)))
     x, y = torch.ones(2, *IMAGE), torch.zeros(2).long()
     alone = [
-        clipped_sums(
-            model.in_training(),
-            Leaves(w),
-            [*w],
-            Batch(x, y, torch.tensor(weight)),
-            HUGE,
-            stacked=False,
-        )[0]
+        clipped_sums(model.in_training(), Leaves(w), [*w], Batch(x, y, torch.tensor(weight)), HUGE, stacked=False)[0]
         for weight in ([1.0, 0.0], [0.0, 1.0])
     ]
     dropped = [(one == 0).all(0) for one in alone]

@@ -30,6 +30,7 @@ algorithm: {name: fedavg}
 federation: {rounds: 400, deadline_s: 6e2}
 """
 
+DOCS = Path(__file__).parents[2] / "docs"
 Write = Callable[[str], Path]
 
 
@@ -58,13 +59,9 @@ def refusal(path: Path, *overrides: str, key: str | None = None) -> str:
 
 def test_defaults_are_filled_in(write: Write) -> None:
     experiment = load_experiment(write(GOOD))
-    assert experiment.seed == 1
-    assert experiment.data.held_out_fraction == 0.1
-    assert experiment.data.seen == 90
-    assert experiment.federation.clients_per_round == 5
-    assert experiment.federation.deadline_s == 600.0
-    assert experiment.model.name == "mlp"
-    assert experiment.algorithm.name == "fedavg"
+    assert (experiment.seed, experiment.data.held_out_fraction, experiment.data.seen) == (1, 0.1, 90)
+    assert (experiment.federation.clients_per_round, experiment.federation.deadline_s) == (5, 600.0)
+    assert (experiment.model.name, experiment.algorithm.name) == ("mlp", "fedavg")
     assert experiment.runtime == Runtime()
 
 
@@ -83,9 +80,7 @@ def test_resolved_yaml_reads_back_as_the_same_experiment(write: Write, algorithm
 
 @settings(max_examples=25)
 @given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True), fraction=st.floats(0, 0.9))
-def test_any_name_and_number_survive_a_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, name: str, fraction: float
-) -> None:
+def test_names_and_numbers_round_trip(tmp_path_factory: pytest.TempPathFactory, name: str, fraction: float) -> None:
     path = tmp_path_factory.mktemp("experiment") / "e.yaml"
     path.write_text(GOOD)
     experiment = load_experiment(
@@ -112,20 +107,10 @@ def test_invalid_shared_json_is_rejected(text: str) -> None:
 
 
 def test_overrides_replace_values_and_whole_mappings(write: Write) -> None:
-    experiment = load_experiment(
-        write(GOOD),
-        [
-            "data.partition={scheme: iid, clients: 20}",
-            "federation.rounds=7",
-            "model={name: logistic}",
-            "runtime.workers=0",
-        ],
-    )
-    assert experiment.data.partition.scheme == "iid"
-    assert experiment.data.partition.clients == 20
-    assert experiment.federation.rounds == 7
-    assert experiment.model.name == "logistic"
-    assert experiment.runtime.workers == 0
+    changes = ["data.partition={scheme: iid, clients: 20}", "federation.rounds=7", "model={name: logistic}"]
+    experiment = load_experiment(write(GOOD), [*changes, "runtime.workers=0"])
+    assert (experiment.data.partition.scheme, experiment.data.partition.clients) == ("iid", 20)
+    assert (experiment.federation.rounds, experiment.model.name, experiment.runtime.workers) == (7, "logistic", 0)
 
 
 @pytest.mark.parametrize(
@@ -180,17 +165,12 @@ def test_bad_overrides(write: Write, override: str, expected: list[str]) -> None
         ("storage", "s3://bucket/a/../b", "empty parts"),
     ],
 )
-def test_an_invalid_value_is_named_with_the_allowed_ones(
-    write: Write, key: str, value: str, allowed: str | list[str]
-) -> None:
+def test_invalid_values_name_the_allowed_ones(write: Write, key: str, value: str, allowed: str | list[str]) -> None:
     message = refusal(write(GOOD), f"{key}={value}", key=key)
     assert tells(message, f"{key}: ", *([allowed] if isinstance(allowed, str) else allowed))
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["data", "data.partition", "model", "algorithm", "federation"],
-)
+@pytest.mark.parametrize("key", ["data", "data.partition", "model", "algorithm", "federation"])
 @pytest.mark.parametrize("value", ["null", "3", "[1]", "text", "true"])
 def test_a_section_that_is_not_a_mapping(write: Write, key: str, value: str) -> None:
     message = refusal(write(GOOD), f"{key}={value}", key=key)
@@ -288,12 +268,10 @@ def test_a_model_that_does_not_fit_is_named_with_its_line(write: Write) -> None:
 @pytest.mark.parametrize(
     ("method", "model", "found"),
     [
-        ("fedrep", "{name: logistic}", ["line 5, model.name: fedrep", "one layer"]),
-        ("fedper", "{name: logistic}", ["line 5, model.name: fedper", "one layer"]),
-        ("fedbabu", "{name: logistic}", ["line 5, model.name: fedbabu", "one layer"]),
-        ("lg-fedavg", "{name: logistic}", ["line 5, model.name: lg-fedavg", "one layer"]),
-        ("fedrod", "{name: logistic}", ["line 5, model.name: fedrod", "one layer"]),
-        ("pfedgp", "{name: logistic}", ["line 5, model.name: pfedgp", "one layer"]),
+        *(
+            (method, "{name: logistic}", [f"line 5, model.name: {method}", "one layer"])
+            for method in ("fedrep", "fedper", "fedbabu", "lg-fedavg", "fedrod", "pfedgp")
+        ),
         ("pfnm", "{name: lenet}", ["line 5, model.name: pfnm", "mlp"]),
         ("pfnm", "{name: mlp, hidden: [701]}", ["algorithm.cap: ", "701", "700"]),
     ],
@@ -393,42 +371,45 @@ def test_schema_describes_every_key() -> None:
     assert names == set(available())
 
 
-def test_the_page_of_keys_is_up_to_date() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    made = runpy.run_path(str(docs / "generate_keys.py"))["page"]()
-    assert (docs / "experiment-keys.md").read_text(encoding="utf-8") == made, "make docs"
+@pytest.fixture(scope="module")
+def generated() -> dict[str, Any]:
+    """Return the functions that write pages from the code."""
+    return runpy.run_path(str(DOCS / "generate_keys.py"))
+
+
+def page_made_by(make: Callable[[str], str], name: str) -> str:
+    """Return a page, of which a function has written a part."""
+    page = (DOCS / name).read_text(encoding="utf-8")
+    assert make(page) == page, "make docs"
+    return page
+
+
+def test_the_page_of_keys_is_up_to_date(generated: dict[str, Any]) -> None:
+    made = generated["page"]()
+    assert (DOCS / "experiment-keys.md").read_text(encoding="utf-8") == made, "make docs"
     titles = re.findall("^## `algorithm` with (.*)$", made, re.MULTILINE)
     assert titles == [f"`name: {name}`" for name in available()]
-    guide = (docs / "experiment.md").read_text(encoding="utf-8")
+    guide = (DOCS / "experiment.md").read_text(encoding="utf-8")
     for section in json_schema()["properties"]:
         assert f"`{section}`" in guide
 
 
-def test_the_page_of_what_leaves_a_client_is_up_to_date() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    page = (docs / "what-leaves-a-client.md").read_text(encoding="utf-8")
-    made = runpy.run_path(str(docs / "generate_keys.py"))["leaving_page"]
-    assert made(page) == page, "make docs"
+def test_the_page_of_what_leaves_a_client_is_up_to_date(generated: dict[str, Any]) -> None:
+    page = page_made_by(made := generated["leaving_page"], "what-leaves-a-client.md")
     assert made(page.replace("Update.delta_theta", "Update.theta")) == page
     assert all(name in page for name in available())
 
 
-def test_the_page_of_privacy_lists_each_methods_support() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    page = (docs / "privacy.md").read_text(encoding="utf-8")
-    made = runpy.run_path(str(docs / "generate_keys.py"))["privacy_page"]
-    assert made(page) == page, "make docs"
+def test_the_page_of_privacy_lists_each_methods_support(generated: dict[str, Any]) -> None:
+    page = page_made_by(generated["privacy_page"], "privacy.md")
     rows = {row.split("|")[1].strip("` "): row.split("|")[2].strip() for row in page.splitlines() if row[:3] == "| `"}
     for name in available():
         method = find_algorithm(name)
         assert (rows[name] == "yes") is (method.sums_suffice(method.settings()) is None)
 
 
-def test_the_page_of_methods_lists_their_tasks() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    page = (docs / "algorithms" / "README.md").read_text(encoding="utf-8")
-    made = runpy.run_path(str(docs / "generate_keys.py"))["methods_page"]
-    assert made(page) == page, "make docs"
+def test_the_page_of_methods_lists_their_tasks(generated: dict[str, Any]) -> None:
+    page = page_made_by(made := generated["methods_page"], "algorithms/README.md")
     assert made(page.replace("| `pfedgp` | yes |", "| `pfedgp` | |")) == page
     tasks = page.partition("<!-- end -->")[0]
     rows = {row.split("|")[1].strip("` "): row for row in tasks.splitlines() if row.startswith("| `")}
@@ -436,7 +417,7 @@ def test_the_page_of_methods_lists_their_tasks() -> None:
 
 
 def test_the_guides_example_is_valid(write: Write) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "experiment.md").read_text(encoding="utf-8")
+    guide = (DOCS / "experiment.md").read_text(encoding="utf-8")
     examples = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
     assert examples
     for example in examples:

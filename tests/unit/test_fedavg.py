@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from facts import refusing
-from federations import client, clients, close, federation, group, mean_loss, setup
+from federations import client, clients, close, federation, group, mean_loss, setup, sgd
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, PersonalizeRequest
+from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings
 from fedloom.data.federated import ClientData, Split
-from fedloom.errors import DataError, QuorumError
+from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.federation.randomness import generator
 from fedloom.models.predictors import predictor_of
 
@@ -32,26 +32,8 @@ def made(**changes: Any) -> FedAvgSettings:
 
 def visit(s: FedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round: int) -> Tensor:
     """Train by torch.optim.SGD on the batches of the client's generator for this round."""
-    p = theta.clone().requires_grad_()
-    optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
     random = generator(SEED, "train/train", c.id, round)
-    assert c.train.y is not None
-    for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
-        optimizer.zero_grad()
-        mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
-        optimizer.step()
-    return p.detach()
-
-
-@pytest.mark.usefixtures("each_task")
-def test_one_client_trains_by_sgd(tmp_path: Path) -> None:
-    s, problem, data = made(), setup(n=1), clients((10,))
-    run = federation(tmp_path, FEDAVG, s, problem, data, rounds=3)
-    theta = run.state["theta"]
-    for t in (1, 2, 3):
-        theta = visit(s, problem, theta, data[0], t)
-    run.run()
-    close(run.state["theta"], theta)
+    return sgd(problem.model, theta, c, s.local, slice(None), random)
 
 
 @pytest.mark.usefixtures("each_task")
@@ -88,20 +70,6 @@ def test_the_average_is_weighted_over_the_answering_clients(
     close(run.state["theta"], theta + server_lr * (average - theta))
     (attempt,) = run.loop.journal.counted()
     assert attempt.statistics["client_steps"] == sum(s.local.count(len(c.train)) for c in here)
-
-
-def test_without_steps_the_personal_model_equals_the_global_one(tmp_path: Path) -> None:
-    data = clients(SIZES)
-    run = federation(tmp_path, FEDAVG, made(), setup(), data, unseen=["c2"])
-    evaluation = run.run()
-    theta = run.state["theta"]
-    for c in data:
-        named = run.predictors[1, c.id]
-        assert list(named) == ["personal", "global"]
-        assert torch.equal(named["personal"].tensors()["theta"], theta)
-        assert torch.equal(named["global"].tensors()["theta"], theta)
-    assert evaluation.predictors == ("personal", "global")
-    assert torch.equal(evaluation.counts[:, 0], evaluation.counts[:, 1])
 
 
 @pytest.mark.usefixtures("each_task")
@@ -144,3 +112,49 @@ def test_a_model_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     with pytest.raises(QuorumError, match="not finite"):
         run.run()
     assert torch.equal(run.state["theta"], theta)
+
+
+# --- local training alone ---------------------------------------------------------------------------------------------
+
+
+def alone(**local: Any) -> LocalSettings:
+    return LocalSettings.model_validate({"local": {"epochs": 3, "batch_size": 3, "lr": 0.05} | local})
+
+
+@pytest.mark.usefixtures("each_task")
+def test_a_clients_model_is_sgd_from_its_own_start(tmp_path: Path) -> None:
+    s, problem, data = alone(), setup(), clients(SIZES)
+    run = federation(tmp_path, LOCAL, s, problem, data, rounds=0, unseen=["c2"])
+    evaluation = run.run()
+    assert evaluation.predictors == ("personal",)
+    assert evaluation.present.all()
+    starts = []
+    for c in data:
+        members = group([c])
+        members._generator = lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 0)
+        start = problem.model.init(members.generator(0, "init"), torch.float64)
+        expected = train(problem.model, members, start[None], s.local)
+        assert torch.equal(run.predictors[0, c.id]["personal"].tensors()["theta"], expected.theta[0])
+        assert expected.steps.item() == LocalClient(s, problem).personalization_steps("personal", len(c.train))
+        starts.append(start)
+    assert not torch.equal(starts[0], starts[1])
+
+
+def test_a_clients_model_does_not_depend_on_other_clients(tmp_path: Path) -> None:
+    s, problem, data = alone(), setup(), clients(SIZES)
+    run, single = (
+        federation(tmp_path / name, LOCAL, s, problem, given, rounds=0)
+        for name, given in (("all", data), ("one", data[1:2]))
+    )
+    run.run()
+    single.run()
+    mine, theirs = (f.predictors[0, "c1"]["personal"].tensors()["theta"] for f in (run, single))
+    assert torch.equal(mine, theirs)
+
+
+def test_local_training_has_no_rounds_and_no_state(tmp_path: Path) -> None:
+    assert not LOCAL.trains
+    run = federation(tmp_path, LOCAL, alone(), setup(), clients(SIZES), rounds=1)
+    assert run.state == {}
+    with pytest.raises(ExperimentError, match=r"\b1\b.*federation\.rounds to 0"):
+        run.loop._train_round()

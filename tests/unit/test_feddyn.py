@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import CLASSES, IMAGE, clients, close, federation, group, kept, rostered, setup
+from federations import CLASSES, IMAGE, clients, close, federation, group, kept, rostered, setup, sgd
 from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.feddyn import FEDDYN, FedDynSettings
@@ -32,17 +30,9 @@ def made(**changes: Any) -> FedDynSettings:
 
 
 def visit(s: FedDynSettings, w: Tensor, g: Tensor, c: ClientData, round: int) -> Tensor:
-    """Train by torch.optim.SGD on f_i(θ) - ⟨g, θ⟩ + α/2 ‖θ - w‖², with all terms in the loss."""
-    p = w.clone().requires_grad_()
-    optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
-    assert c.train.y is not None
-    random = generator(SEED, "train/train", c.id, round)
-    for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(MODEL.logits(p, c.train.x[index]), c.train.y[index])
-        (loss - g @ p + s.alpha / 2 * (p - w).square().sum()).backward()
-        optimizer.step()
-    return p.detach()
+    """Train on f_i(θ) - ⟨g, θ⟩ + α/2 ‖θ - w‖², with all terms in the loss."""
+    term = lambda p: s.alpha / 2 * (p - w).square().sum() - g @ p  # noqa: E731
+    return sgd(MODEL, w, c, s.local, slice(None), generator(SEED, "train/train", c.id, round), term=term)
 
 
 def test_rounds_follow_algorithm_1_with_partial_participation(tmp_path: Path) -> None:
@@ -119,15 +109,9 @@ def test_a_personal_model_is_the_fine_tuned_shared_one(tmp_path: Path) -> None:
     f = rostered(tmp_path, FEDDYN, made(personalize_steps=3), data, rounds=2, unseen=["c2"])
     w = f.state["theta"]
     for c in data:
-        p = w.clone().requires_grad_()
-        optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.5)
-        assert c.train.y is not None
-        for index in batches(len(c.train), 3, 3, generator(SEED, "evaluate/fine-tune", c.id, 2)):
-            optimizer.zero_grad()
-            F.cross_entropy(MODEL.logits(p, c.train.x[index]), c.train.y[index]).backward()
-            optimizer.step()
+        random = generator(SEED, "evaluate/fine-tune", c.id, 2)
         found = {name: predictor.tensors()["theta"] for name, predictor in f.predictors[2, c.id].items()}
-        close(found["personal"], p.detach())
+        close(found["personal"], sgd(MODEL, w, c, made().local, slice(None), random, steps=3))
         assert torch.equal(found["global"], w)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, setup
+from federations import CLASSES, IMAGE, Federation, clients, close, federation, group, setup
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -47,7 +47,6 @@ def made(**changes: Any) -> FedProtoSettings:
 def some(sizes: tuple[int, ...] = SIZES) -> list[ClientData]:
     """Return clients of whom the first lacks the last class."""
     data = clients(sizes)
-    assert data[0].train.y is not None
     data[0].train.y.clamp_(max=CLASSES - 2)
     return data
 
@@ -58,17 +57,12 @@ def run(folder: Path, s: FedProtoSettings, **keys: Any) -> Federation:
     return f
 
 
-def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
 def visit(
     s: FedProtoSettings, theta: Tensor, prototypes: dict[int, Tensor], c: ClientData, steps: int, random: Any
 ) -> Tensor:
     """Train by torch.optim.SGD on cross-entropy + λ times the authors' mean squared error from the prototypes."""
     p = theta.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
-    assert c.train.y is not None
     for index in batches(len(c.train), s.local.batch_size, steps, random):
         x, y = c.train.x[index], c.train.y[index]
         z = MODEL.features(MODEL.layout.split(p), x)
@@ -83,7 +77,6 @@ def visit(
 
 def means(theta: Tensor, c: ClientData) -> dict[int, tuple[Tensor, int]]:
     """Return mean features and number of examples of each class that the client has."""
-    assert c.train.y is not None
     z = MODEL.features(MODEL.layout.split(theta), c.train.x)
     return {k: (z[c.train.y == k].mean(0), int((c.train.y == k).sum())) for k in set(c.train.y.tolist())}
 

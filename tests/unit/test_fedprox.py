@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from federations import client, clients, federation, group, mean_loss, setup
+from federations import client, clients, federation, group, setup, sgd
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, work
 from fedloom.data.federated import ClientData, Split
@@ -28,16 +27,10 @@ def made(**changes: Any) -> FedProxSettings:
 
 
 def visit(s: FedProxSettings, problem: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> Tensor:
-    """Train by torch.optim.SGD on f_i(w) + μ/2 ‖w - w_t‖², with the term in the loss."""
-    p = theta.clone().requires_grad_()
-    optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
-    assert c.train.y is not None
-    for index in batches(len(c.train), s.local.batch_size, steps, generator(SEED, "train/train", c.id, round)):
-        optimizer.zero_grad()
-        loss = mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index])
-        (loss + s.mu / 2 * (p - theta).square().sum()).backward()
-        optimizer.step()
-    return p.detach()
+    """Train on f_i(w) + μ/2 ‖w - w_t‖², with the term in the loss."""
+    term = lambda p: s.mu / 2 * (p - theta).square().sum()  # noqa: E731
+    random = generator(SEED, "train/train", c.id, round)
+    return sgd(problem.model, theta, c, s.local, slice(None), random, steps=steps, term=term)
 
 
 def test_without_its_term_it_equals_fedavg_to_the_bit(tmp_path: Path) -> None:

@@ -52,7 +52,6 @@ def made(**changes: Any) -> FedRoDSettings:
 
 def lacking(c: ClientData, label: int) -> ClientData:
     """Return the client without a label in its train split."""
-    assert c.train.y is not None
     has = c.train.y != label
     return ClientData(c.id, Split(c.train.x[has], c.train.y[has]), c.validation, c.test, c.classes)
 
@@ -67,7 +66,6 @@ def visit(theta: Tensor, head: Tensor, c: ClientData, s: FedRoDSettings, t: int)
     """Train with two optimizers: body and generic head on the balanced loss, the personal head on the plain one."""
     w, h = theta.clone().requires_grad_(), head.clone().requires_grad_()
     one, two = (torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum) for p in (w, h))
-    assert c.train.y is not None
     counts = torch.bincount(c.train.y, minlength=CLASSES).double()
     random = generator(SEED, "train/train", c.id, t)
     for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):

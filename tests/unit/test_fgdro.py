@@ -38,7 +38,6 @@ def visit(
     w, v, m, q = (state[name] for name in "wvmq")
     for index in batches(len(c.train), 3, 4, generator(SEED, "train/train", c.id, t)):
         leaf = w.clone().requires_grad_()
-        assert c.train.y is not None
         loss = mean_loss(p.model.logits(leaf, c.train.x[index]), c.train.y[index])
         (g,) = torch.autograd.grad(loss, leaf)
         f = loss.item()
@@ -90,20 +89,6 @@ def test_a_large_lambda_without_momentum_gives_fedavg(tmp_path: Path) -> None:
     close(mine.state["theta"], avg.state["theta"], atol=1e-8)
 
 
-def test_a_smaller_lambda_reduces_the_spread_of_losses(tmp_path: Path) -> None:
-    """Every round is a step along the gradient of F, apart from the lag of v, so the largest loss falls first."""
-    data, p, spread = clients(SIZES), setup(), []
-    for lambda_kl in (0.05, 0.2, 1e6):
-        local = {"steps": 1, "batch_size": 9, "lr": 0.02}
-        s = fgdro(lambda_kl=lambda_kl, optimizer="momentum", beta_u=1.0, beta_m=1.0, beta_v=0.1, local=local)
-        run = federation(tmp_path / str(lambda_kl), FGDRO_KL, s, p, data, rounds=30)
-        run.run()
-        theta, splits = run.state["theta"], [c.train for c in data]
-        losses = [float(mean_loss(p.model.logits(theta, one.x), one.y)) for one in splits if one.y is not None]
-        spread.append(max(losses) - min(losses))
-    assert spread[0] < spread[1] < spread[2]
-
-
 def test_very_different_losses_do_not_overflow(tmp_path: Path) -> None:
     """exp(f/λ) itself overflows any float here."""
     run = federation(tmp_path, FGDRO_KL, fgdro(lambda_kl=1e-3), setup(), clients(SIZES), rounds=2)
@@ -131,7 +116,6 @@ def test_adam_needs_secure_sums_of_64_bits() -> None:
     def made(optimizer: str, bits: int) -> int:
         method = f"algorithm={{name: fgdro-kl, optimizer: {optimizer}}}"
         e = experiments.of(vowel, [method, f"federation.secure_aggregation={{bits: {bits}}}"])
-        assert e.federation.secure_aggregation is not None
         return e.federation.secure_aggregation.bits
 
     assert [made("adam", 64), made("momentum", 64), made("momentum", 32)] == [64, 64, 32]

@@ -22,6 +22,7 @@ from federations import (
     made_by,
     mean_loss,
     problem_of,
+    sgd,
 )
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -152,6 +153,7 @@ def test_rounds_equal_plain_gradient_steps(tmp_path: Path, changes: dict[str, An
     assert sum(labelled.values()) == len(data) - len({*model.hidden, *(["c1"] * (not s.embedding.labels))})
     assert len(model.hidden) == (1 if s.unlabelled else 0)
     psi = federation(tmp_path / "start", FLOWDUP, s, p, data).state["theta"]
+    assert FLOWDUP.starts_alike(s) is (s.subspace.origin == "fixed")
     weights = torch.tensor([len(c.train) for c in data[:-1]], dtype=torch.float64)
     weights = torch.ones_like(weights) if s.weighting == "uniform" else weights
     for t in (1, 2):
@@ -181,14 +183,6 @@ def test_the_control_gives_all_clients_one_model(tmp_path: Path) -> None:
     g.run()
     close(thetas[0], g.state["theta"])
     assert FLOWDUP.titles(s) != FLOWDUP.titles(made())
-
-
-def test_the_origin_is_sent_only_if_it_is_trained(tmp_path: Path) -> None:
-    data = clients(SIZES)
-    plain, trained = (made(subspace={"size": K, "origin": origin}) for origin in ("fixed", "trained"))
-    sizes = [len(run(tmp_path / s.subspace.origin, s, data, rounds=0).state["theta"]) for s in (plain, trained)]
-    assert sizes[1] - sizes[0] == SMALL.layout.size
-    assert (FLOWDUP.starts_alike(plain), FLOWDUP.starts_alike(trained)) == (True, False)
 
 
 def test_unlabelled_clients_leave_a_trained_origin_in_place(tmp_path: Path) -> None:
@@ -238,14 +232,8 @@ def test_clients_with_labels_can_fine_tune_their_models(tmp_path: Path) -> None:
         if c.train.y is None:
             assert torch.equal(theta, start)
             continue
-        w = start.clone().requires_grad_()
-        optimizer = torch.optim.SGD([w], lr=0.05, momentum=0.9)
         random = generator(SEED, "evaluate/fine-tune", c.id, 2)
-        for index in batches(len(c.train), 3, 3, random):
-            optimizer.zero_grad()
-            F.cross_entropy(SMALL.logits(w, c.train.x[index]), c.train.y[index]).backward()
-            optimizer.step()
-        close(theta, w)
+        close(theta, sgd(SMALL, start, c, made().local, slice(None), random, steps=3))
     half = FLOWDUP.client(made(personalize_steps=3), problem(data))
     assert half.personalization_steps("personal", 9) == 3
     assert FLOWDUP.titles(made()) != FLOWDUP.titles(made(personalize_steps=1))
@@ -311,7 +299,6 @@ def test_unsuitable_models_and_settings_are_rejected() -> None:
         made(local={"steps": 2, "mask_absent": True})
     assert FLOWDUP.requires_fixed_population(made()) is None
     fixed = FLOWDUP.requires_fixed_population(made(unlabelled=0.5))
-    assert fixed is not None
     assert fixed[0] == "unlabelled"
     assert FLOWDUP.labelled(made(embedding={"network": "linear", "labels": True})) is True
     assert FLOWDUP.labelled(made(personalize_steps=1)) is True

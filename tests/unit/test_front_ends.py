@@ -1,4 +1,4 @@
-"""Errors are data: every front end names arguments in its own form, and processes exchange errors as JSON."""
+"""Errors are data: front ends name arguments in their form, processes exchange errors, notebooks show them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from facts import tells
 
+import fedloom
 from fedloom import errors
 from fedloom.cluster.api import Unreachable
 from fedloom.core.digests import RESTORE
 from fedloom.core.processes import TELL_PARENT, ChildReport, listen_to_parent, tell_failure, tell_notice
 from fedloom.errors import (
     FAILURES,
+    DataError,
     ExperimentError,
     FedloomError,
     WorkerLostError,
@@ -80,7 +82,6 @@ def test_a_parent_reads_the_report_of_its_child(tmp_path: Path, monkeypatch: pyt
     assert reported.notices == ["one\nline"]
     assert isinstance(reported.failure, ExperimentError)
     assert str(reported.failure).startswith("worker-0: class_counts needs packed\n")
-    assert reported.bug is not None
     assert reported.bug.endswith("ValueError: a bug\n")
     assert reported.ended(1) == f"failed because of a bug:\n{reported.bug.rstrip()}"
     assert tells(ChildReport(tmp_path / "none").ended(-9), "killed by signal 9", "memory")
@@ -119,3 +120,26 @@ def test_only_the_command_line_spells_options() -> None:
         and (lines := options_in_errors(path))
     }
     assert found == {}
+
+
+def shown(act: object) -> list[str]:
+    try:
+        act()  # type: ignore[operator]
+    except DataError as error:
+        return error._render_traceback_()
+    raise AssertionError("nothing was raised")
+
+
+def test_a_notebook_shows_the_message_and_the_users_line(tmp_path):
+    def look() -> None:
+        fedloom.load(tmp_path / "nowhere")
+
+    led, output = shown(look)
+    assert led.endswith('in look: fedloom.load(tmp_path / "nowhere")')
+    assert output.startswith("DataError: ")
+    assert "nowhere" in output
+    assert len(output.splitlines()) == 2  # with the hint
+
+
+def test_an_error_that_was_not_raised_is_shown_alone():
+    assert DataError("found nothing")._render_traceback_() == ["DataError: found nothing"]

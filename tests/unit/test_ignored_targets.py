@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from facts import mentions
+from facts import mentions, refusing
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -82,7 +82,6 @@ def test_black_and_white_masks_have_two_classes(tmp_path: Path) -> None:
 
 def test_255_is_a_class_with_256_classes_or_more(tmp_path: Path) -> None:
     dataset = opened(IMAGES, BORDERED, tmp_path / "a", outputs=256)
-    assert dataset.manifest.spec.targets is not None
     assert dataset.manifest.spec.targets.ignored is None
     wide = BORDERED.astype(np.int64)
     wide[0, 0, 0] = 299
@@ -94,15 +93,13 @@ def test_255_is_a_class_with_256_classes_or_more(tmp_path: Path) -> None:
 def test_other_pixel_values_are_rejected(value: float, dtype: Any, tmp_path: Path) -> None:
     wrong = BORDERED.astype(dtype)
     wrong[4, 2, 1] = value
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "0 to 2", "255", f"{value:g}"):
         opened(IMAGES, wrong, tmp_path, classes=["road", "car", "sky"], task="segmentation")
-    assert mentions(str(error.value), "0 to 2", "255", f"{value:g}")
 
 
 def test_masks_without_any_class_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "255", "every pixel"):
         opened(IMAGES, np.full_like(MASKS, 255), tmp_path, task="segmentation")
-    assert mentions(str(error.value), "255", "every pixel")
 
 
 def test_packed_masks_keep_pixels_without_a_class(tmp_path: Path) -> None:
@@ -129,9 +126,8 @@ def test_masks_of_new_clients_are_read_like_those_of_clients(tmp_path: Path, cap
         newcomer = Newcomer.from_arrays("new", IMAGES[:4], white[:4], wanted)
     assert mentions(caplog.text, "255", "class 1")
     assert torch.equal(targets_of(newcomer), torch.from_numpy(white[:4] // 255).long())
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "255"):
         Newcomer.from_arrays("new", IMAGES[:4], np.full((4, 6, 6), 255), wanted)
-    assert mentions(str(error.value), "255")
 
 
 def test_identical_input_tokens_become_the_next_ones(tmp_path: Path) -> None:
@@ -140,7 +136,6 @@ def test_identical_input_tokens_become_the_next_ones(tmp_path: Path) -> None:
     for name in dataset.manifest.roster:
         train = dataset.client(name).train
         assert isinstance(train.x, torch.Tensor)
-        assert train.y is not None
         assert torch.equal(train.y[:, :-1], train.x[:, 1:])
         assert bool((train.y[:, -1] == -100).all())
     padded = np.where(RNG.random(TOKENS.shape) < 0.3, -100, TOKENS)
@@ -181,12 +176,10 @@ model: {name: mlp}
 algorithm: {name: fedavg, local: {steps: 1}}
 federation: {rounds: 1, clients_per_round: 1}
 """
-    with pytest.raises(ExperimentError) as error:
+    with refusing(ExperimentError, "8", "task.name", "multilabel", "regression"):
         parse_experiment(text)
-    assert mentions(str(error.value), "8", "task.name", "multilabel", "regression")
     weights = text.replace("regression", "multilabel, shape: [3]").replace(
         "  name: multilabel", "  name: multilabel\n  pos_weight: [1, 2]"
     )
-    with pytest.raises(ExperimentError) as error:
+    with refusing(ExperimentError, "9", "task.pos_weight", "2", "3"):
         parse_experiment(weights)
-    assert mentions(str(error.value), "9", "task.pos_weight", "2", "3")

@@ -62,7 +62,6 @@ def visit(s: PFedBayesSettings, p: Setup, start: Tensor, v: Tensor, c: ClientDat
         samples = []
         for _ in range(s.samples):
             theta = q.sample(torch.empty_like(v[0]).normal_(generator=draws)).requires_grad_()
-            assert c.train.y is not None
             loss = surprise(p.model.logits(theta, c.train.x[index]), c.train.y[index]) / len(index)
             samples.append((theta.detach(), torch.autograd.grad(loss, theta)[0]))
         q.step(samples, w.detach())

@@ -110,25 +110,6 @@ def test_steps_equal_torchs_to_the_bit(name: str, model: FlatModel, dtype: torch
     assert (found - theta[0]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("length", [{"steps": 5}, {"steps": None, "epochs": 3}], ids=["steps", "epochs"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_stacked_clients_step_as_one_by_one(name: str, length: dict[str, Any]) -> None:
-    """Use clients with different numbers of steps, and with batches below the batch size."""
-    s, data, theta = made(**SETTINGS[name], **length), clients((11, 3, 6, 1)), start(SMALL, 4)
-    together = train(SMALL, group(data), theta, s)
-    for i, c in enumerate(data):
-        alone = train(SMALL, group([c]), theta[i : i + 1], s)
-        torch.testing.assert_close(together.theta[i], alone.theta[0], rtol=0, atol=1e-9)
-        assert torch.equal(together.steps[i], alone.steps[0])
-        torch.testing.assert_close(together.loss[i], alone.loss[0], rtol=0, atol=1e-10)
-
-
-def test_optimizer_state_is_reset_at_every_visit() -> None:
-    s, c = made(optimizer="adam"), client("c0", 11)
-    once, again = (train(SMALL, group([c]), start(SMALL, 1), s).theta for _ in range(2))
-    assert torch.equal(once, again)
-
-
 @given(n=st.integers(1, 60), size=st.integers(1, 20), epochs=st.integers(1, 4), accumulate=st.integers(1, 9))
 def test_epochs_are_rounded_up_to_whole_steps(n: int, size: int, epochs: int, accumulate: int) -> None:
     s = LocalSGD(epochs=epochs, batch_size=size, accumulate=accumulate)

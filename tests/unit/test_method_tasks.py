@@ -150,7 +150,6 @@ def loss_on_train(f: Any, data: list[ClientData], round: int) -> float:
     for c in data:
         predictions = f.predictors[round, c.id]["personal"].predictions(c.train.x)
         y = c.train.y
-        assert y is not None
         found.append(
             by_torch(predictions, y).mean() if y.dim() > 2 or not y.is_floating_point() else mean_loss(predictions, y)
         )

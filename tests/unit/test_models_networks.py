@@ -323,11 +323,7 @@ def test_a_model_rejects_unsupported_input_kinds(choice: registry.ModelChoice, k
 @pytest.mark.parametrize(
     ("choice", "shape", "facts"),
     [
-        (
-            VGGSettings(),
-            (1, 28, 28),
-            ["32x32", "28x28", "lenet, resnet20, cnn"],
-        ),
+        (VGGSettings(), (1, 28, 28), ["32x32", "28x28", "lenet, resnet20, cnn"]),
         (VGGSettings(channels=[8, 8]), (1, 8, 3), ["4x4", "8x3"]),
         (CNNSettings(), (3, 16, 15), ["16x16", "16x15", "resnet20, logistic"]),
         (ResNet20Settings(), (1, 3, 9), ["4x4", "3x9", "logistic, mlp"]),

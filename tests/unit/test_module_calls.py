@@ -473,17 +473,6 @@ def test_functions_without_parameters_may_follow_the_head() -> None:
 # --- optional steps of a run ------------------------------------------------------------------------------------------
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.attention, self.last = nn.Linear(3, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)[None]
-        logits: Tensor = self.last(self.attention(h.transpose(0, 1), h, h, need_weights=False)[0][:, 0])
-        return logits
-
-
 class Flash(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD, TwoHeads
 from fedloom.data.federated import ClientData, Split
+from fedloom.errors import ExperimentError
 from fedloom.models.flat import bfloat16, masked
 from fedloom.models.module import ModuleModel, remember
-from fedloom.models.predictors import Ensemble, ModelPredictor
-
-MARGIN = 3.0
+from fedloom.models.module_facts import identity_of
+from fedloom.models.predictors import ModelPredictor
 
 
 class Small(nn.Module):
@@ -112,18 +113,6 @@ def test_gradients_use_training_mode_and_losses_evaluation_mode(sizes: tuple[int
         named = dict(module.named_parameters())
         expected = torch.autograd.grad(trained, [named[name] for name, _ in model.layout.entries])
         torch.testing.assert_close(slope[i], torch.cat([part.flatten() for part in expected]))
-
-
-def test_predictors_use_evaluation_mode() -> None:
-    model = model_of(Modes)
-    theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
-    module = Modes().eval()
-    module.load_state_dict(model.layout.split(theta))
-    expected = module(x).log_softmax(1)
-    for predictor in (ModelPredictor(model, theta), Ensemble(model, theta[None])):
-        torch.testing.assert_close(predictor.log_probabilities(x), expected)
-        torch.testing.assert_close(predictor.predict(predictor.named(), x), expected)
-    torch.testing.assert_close(ModelPredictor(model, theta).losses(x, torch.zeros(4).long()), -expected[:, 0])
 
 
 def test_modes_of_threads_are_independent() -> None:
@@ -475,9 +464,7 @@ def test_an_unused_parameter_has_a_zero_gradient(sizes: tuple[int, ...]) -> None
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"name": "fedavg", "local": {"steps": 2, "lambda_theta": 0.1}},
-        {"name": "per-fedavg", "local": {"steps": 2}, "hessian": "exact"},
-        {"name": "comfedl", "objective": "damaml", "local": {"steps": 2}},
+        {"name": "per-fedavg", "local": {"steps": 2, "lambda_theta": 0.1}, "hessian": "exact"},
         {"name": "pfedgp", "steps": 1, "gibbs_steps": 1, "chains": 2},
         {"name": "pfedbayes", "steps": 1},
     ],
@@ -606,3 +593,67 @@ def test_modules_without_values_or_copies_are_rejected(make: Any, facts: tuple[s
     for take in (model_of, lambda make: remember(make())):
         with refused("model.factory", *facts):
             take(make)
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+class Counted(nn.Linear):
+    calls = 0
+    power = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        return super().forward(x**self.power)
+
+
+def made(change: Callable[[nn.Linear], object] = lambda module: None) -> nn.Module:
+    torch.manual_seed(0)
+    module = Counted(4, 3)
+    change(module)
+    return module
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "value": lambda module: module.weight.data[0, 0].add_(1),
+    "attribute": lambda module: setattr(module, "power", 2),
+    "frozen": lambda module: module.bias.requires_grad_(False),
+    "mode": lambda module: module.eval(),
+    "tied": lambda module: setattr(module, "other", module.bias),
+    "class": lambda module: setattr(module, "__class__", nn.Linear),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_modules_are_equal_only_with_equal_code_tensors_and_attributes(change: Callable[[nn.Linear], object]) -> None:
+    assert identity_of(made()) == identity_of(made()) is not None
+    assert identity_of(made(change)) != identity_of(made())
+    assert identity_of(made(), 3) != identity_of(made(), 2)
+
+
+def test_a_reloaded_class_is_a_different_one() -> None:
+    again = type("Counted", (nn.Linear,), {"__module__": __name__, "__qualname__": "Counted"})
+    module, name = made(), globals()
+    before, own = identity_of(module), Counted
+    try:
+        name["Counted"] = again
+        module.__class__ = again
+        assert identity_of(module) not in (None, before)
+    finally:
+        name["Counted"] = own
+
+
+def test_modules_with_opaque_attributes_have_no_identity() -> None:
+    assert identity_of(made(lambda module: setattr(module, "act", lambda x: x))) is None
+    assert identity_of(made(lambda module: setattr(module, "lock", threading.Lock()))) is None
+
+
+def test_a_module_is_checked_once_per_process() -> None:
+    first = ModuleModel(made, (4,), 3, "features")
+    calls = Counted.calls
+    again = ModuleModel(made, (4,), 3, "features")
+    assert Counted.calls == calls
+    assert again.layout == first.layout
+    with pytest.raises(ExperimentError):
+        ModuleModel(made, (4,), 5, "features")  # other settings are checked again
+    assert Counted.calls > calls

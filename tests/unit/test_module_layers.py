@@ -13,7 +13,7 @@ from test_module_model import of_clients, refused
 from torch import Tensor, nn
 
 from fedloom.algorithms.client import LocalTrainer, train
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.local_sgd import LocalSGD, local_step
 from fedloom.core.draws import drawing_with
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.module import ModuleModel
@@ -69,10 +69,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ConvTranspose1d": (lambda: Classifier(nn.ConvTranspose1d(4, 3, 3, stride=2), 3), SIGNAL),
     "ConvTranspose2d": (lambda: Classifier(nn.ConvTranspose2d(4, 3, 3, stride=2), 3), IMAGE),
     "ConvTranspose3d": (lambda: Classifier(nn.ConvTranspose3d(2, 3, 2), 3), VOLUME),
-    "Embedding": (
-        lambda: Classifier(nn.Embedding(HIGH, 4), 4, lambda layer, x: layer(x).transpose(1, 2)),
-        (5,),
-    ),
+    "Embedding": (lambda: Classifier(nn.Embedding(HIGH, 4), 4, lambda layer, x: layer(x).transpose(1, 2)), (5,)),
     "EmbeddingBag": (lambda: Classifier(nn.EmbeddingBag(HIGH, 4), 4), (5,)),
     "GroupNorm": (lambda: Classifier(nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()), 4), SIGNAL),
     "LayerNorm": (lambda: Classifier(nn.Sequential(nn.LayerNorm((4, 9)), nn.Tanh()), 4), SIGNAL),
@@ -114,10 +111,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Classifier(nn.Sequential(nn.Linear(9, 9), nn.GELU(), nn.SiLU(), nn.ELU(), nn.Softmax(-1)), 4),
         SIGNAL,
     ),
-    "weight normalization": (
-        lambda: Classifier(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), 3),
-        (4,),
-    ),
+    "weight normalization": (lambda: Classifier(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), 3), (4,)),
 }
 
 ALONE = {"RNN", "LSTM", "GRU", "LSTMCell"}
@@ -195,10 +189,7 @@ DRAWING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "AlphaDropout": (lambda: Classifier(nn.Sequential(nn.Linear(4, 8), nn.AlphaDropout(0.5)), 8), (4,)),
     "FeatureAlphaDropout": (lambda: Classifier(nn.Sequential(nn.Conv1d(4, 8, 3), nn.FeatureAlphaDropout()), 8), SIGNAL),
     "RReLU": (lambda: Classifier(nn.Sequential(nn.Linear(4, 8), nn.RReLU()), 8), (4,)),
-    "LSTM": (
-        lambda: Classifier(nn.LSTM(4, 3, num_layers=2, dropout=0.5, batch_first=True), 3, over_time),
-        SEQUENCE,
-    ),
+    "LSTM": (lambda: Classifier(nn.LSTM(4, 3, num_layers=2, dropout=0.5, batch_first=True), 3, over_time), SEQUENCE),
     "MultiheadAttention": (
         lambda: Classifier(nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), 4, attended),
         SEQUENCE,
@@ -267,3 +258,56 @@ def test_a_layer_that_draws_in_evaluation_is_rejected() -> None:
     layers = nn.Sequential(nn.Conv2d(4, 3, 3), nn.FractionalMaxPool2d(2, output_size=2))
     with refused("'layer.1'", "FractionalMaxPool2d", "evaluation"):
         ModuleModel(lambda: Classifier(layers, 3), IMAGE, CLASSES, "pixels")
+
+
+# --- memory format of kernels -----------------------------------------------------------------------------------------
+
+
+def network(norm: type[nn.Module], channels: int, stride: int = 1) -> nn.Module:
+    layers: list[nn.Module] = []
+    for given, made in ((3, channels), (channels, channels)):
+        layers += [nn.Conv2d(given, made, 3, stride, 1), norm(made), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+
+@pytest.mark.parametrize(
+    ("norm", "channels", "side", "channels_last"),
+    [
+        (nn.BatchNorm2d, 8, 8, True),  # the gradients of preceding biases are 0 up to rounding
+        (nn.Identity, 8, 8, True),
+        (nn.InstanceNorm2d, 8, 8, False),
+        (nn.Identity, 64, 16, True),
+        (nn.Identity, 64, 2, False),  # at least 36,864 kernel entries for 512 outputs
+    ],
+)
+def test_kernels_are_channels_last_if_that_is_faster(
+    norm: type[nn.Module], channels: int, side: int, channels_last: bool
+) -> None:
+    model = ModuleModel(lambda: network(norm, channels), (3, side, side), 10, "pixels")
+    assert model.layout.channels_last == channels_last
+
+
+@pytest.mark.parametrize("keys", [{"clip": 0.5}, {"clip_value": 0.5}, {"clip": 0.5, "optimizer": "adam"}, {}])
+def test_steps_with_shared_gradient_memory_equal_torchs(keys: dict[str, object]) -> None:
+    def leaves() -> list[Tensor]:
+        return [torch.full((3,), value, requires_grad=True) for value in (1.0, 2.0, 3.0)]
+
+    def loss(p: Tensor, q: Tensor, r: Tensor) -> Tensor:
+        return (p + q).square().sum() + r.sum()
+
+    s = LocalSGD.model_validate({"steps": 2, "lr": 0.1, **keys})
+    w, theirs = leaves(), leaves()
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(theirs, lr=s.lr, momentum=0.9)
+    if s.optimizer == "adam":
+        optimizer = torch.optim.Adam(theirs, lr=s.lr)
+    step = local_step(w, s, s.lr, stacked=False, decay=True)
+    for _ in range(2):
+        step(list(torch.autograd.grad(loss(*w), w)), None)
+        optimizer.zero_grad()
+        loss(*theirs).backward()  # type: ignore[no-untyped-call]
+        if s.clip is not None:
+            torch.nn.utils.clip_grad_norm_(theirs, s.clip)
+        if s.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(theirs, s.clip_value)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(w, theirs, strict=True))

@@ -88,7 +88,6 @@ def test_fedavg_is_sgd_on_the_custom_loss(tmp_path: Path) -> None:
     for c in data:
         p = theta.clone().requires_grad_()
         optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.9)
-        assert c.train.y is not None
         for index in batches(len(c.train), 3, 3, generator(SEED, "train/train", c.id, 1)):
             optimizer.zero_grad()
             smoothed(PLAIN.logits(p, c.train.x[index]), c.train.y[index]).mean().backward()
@@ -114,7 +113,6 @@ def test_pfedbayes_uses_it_as_the_negative_log_likelihood(tmp_path: Path) -> Non
         q, w = start.clone().requires_grad_(), start.clone().requires_grad_()
         optimizers = torch.optim.Adam([q], lr=0.02), torch.optim.Adam([w], lr=0.01)
         noise, n = generator(SEED, "train/train-noise", c.id, 1), len(c.train)
-        assert c.train.y is not None
         for index in batches(n, 3, 3, generator(SEED, "train/train", c.id, 1)):
             theta = q[0] + F.softplus(q[1]) * torch.empty_like(start[0]).normal_(generator=noise)
             nll = smoothed(PLAIN.logits(theta, c.train.x[index]), c.train.y[index])
@@ -141,7 +139,6 @@ def test_the_mask_hides_absent_labels_from_it(sizes: tuple[int, ...]) -> None:
 
     data, s = clients(sizes), LocalSGD(steps=4, batch_size=4, lr=0.05, mask_absent=True)
     for c in data:
-        assert c.train.y is not None
         c.train.y[:] = torch.arange(len(c.train)) % 2
     model = Clamped(IMAGE, [5], CLASSES)
     theta = model.init(torch.Generator().manual_seed(1), torch.float64).expand(len(data), -1)
@@ -150,7 +147,6 @@ def test_the_mask_hides_absent_labels_from_it(sizes: tuple[int, ...]) -> None:
     for i, c in enumerate(data):
         p = theta[i].clone().requires_grad_()
         optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.9)
-        assert c.train.y is not None
         for index in batches(len(c.train), 4, 4, group([c]).generator(0, "train")):
             optimizer.zero_grad()
             logits = PLAIN.logits(p, c.train.x[index]).masked_fill(absent, -torch.inf)

@@ -290,21 +290,6 @@ def test_images_by_class(tmp_path: Path) -> None:
     assert (found.spec.input_shape, found.spec.class_names) == ((3, 4, 5), ("cat", "dog"))  # some of them have colours
 
 
-def test_colour_images_are_channels_first(tmp_path: Path) -> None:
-    own = Own(kind="pixels", input_shape=(3, 4, 5), classes=PIXELS.classes)
-    root = images(tmp_path / "pictures")
-    colour = np.random.default_rng(2).integers(0, 256, (4, 5, 3), dtype=np.uint8)
-    Image.fromarray(colour).save(root / "dog" / "colour.png")
-    pack(root, tmp_path / "out", settings(own))
-    assert any(np.array_equal(x, colour.transpose(2, 0, 1)) for x in joined(tmp_path / "out", "x"))
-
-
-def test_images_in_folders_of_splits(tmp_path: Path) -> None:
-    card = pack(images(tmp_path / "p", ("train", "val", "test"), each=3), tmp_path / "out", settings(PIXELS)).card
-    assert (card.train, card.validation, card.test) == (6, 6, 6)
-    assert card.division == {"given": True}
-
-
 def test_all_invalid_images_are_named_and_counted(tmp_path: Path) -> None:
     root = images(tmp_path / "pictures")
     (root / "cat" / "notes.txt").write_text("not an image")
@@ -523,7 +508,7 @@ def test_a_damaged_card_or_shard_is_rejected_by_name(tmp_path: Path) -> None:
     path = tmp_path / "out" / "client.json"
     whole = path.read_bytes()
     card = {key: value for key, value in json.loads(whole).items() if key != "digest"}
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 3):
         flipped = bytearray(whole)
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)

@@ -9,10 +9,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from facts import refusing
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 
 from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data import datasets
@@ -33,7 +33,7 @@ from fedloom.data.schemes import (
     unseen_count,
 )
 from fedloom.data.spec import DataSpec, Normalization
-from fedloom.errors import ExitCode, ExperimentError
+from fedloom.errors import ExperimentError
 
 SPLITS = ("train", "validation", "test")
 SEEDS = st.integers(0, 2**63)
@@ -122,7 +122,7 @@ def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignme
     ([30, 30, 68, 74, 83], [5] * 5, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.1))
 )  # 28.5 of 285
 @example(([30] * 3, [5] * 3, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.35)))  # 31.5 of 90
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_no_example_is_assigned_twice_and_each_comes_from_its_pool(
     problem: tuple[list[int], list[int], PartitionSettings],
 ) -> None:
@@ -151,7 +151,7 @@ def test_no_example_is_assigned_twice_and_each_comes_from_its_pool(
 
 @pytest.mark.slow
 @given(problems())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
     problem: tuple[list[int], list[int], PartitionSettings],
 ) -> None:
@@ -396,12 +396,9 @@ def test_normalization_of_features_equals_numpys_in_any_order(seed: int, count: 
 
 def test_a_constant_channel_or_feature_is_not_divided_by_zero() -> None:
     pixels = np.full((4, 1, 2, 2), 7, dtype=np.uint8)
-    assert measure_normalization(both(pixels, pixels), DataSpec.single("pixels", (1, 2, 2)), np.arange(4)).std == (1.0,)
     features = np.full((4, 2), 0.1, dtype=np.float32)
-    assert measure_normalization(both(features, features), DataSpec.single("features", (2,)), np.arange(4)).std == (
-        1.0,
-        1.0,
-    )
+    for x, spec in ((pixels, DataSpec.single("pixels", (1, 2, 2))), (features, DataSpec.single("features", (2,)))):
+        assert set(measure_normalization(both(x, x), spec, np.arange(4)).std) == {1.0}
 
 
 def test_tokens_are_not_normalized() -> None:
@@ -453,19 +450,6 @@ def test_a_keyed_generator_is_the_same_on_every_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "words"),
-    [
-        (ClassesScheme(clients=4, classes_per_client=11), ["classes_per_client: 11", "10"]),
-    ],
-)
-def test_a_scheme_that_does_not_fit_the_source_is_rejected(scheme: Scheme, words: list[str]) -> None:
-    with pytest.raises(ExperimentError) as error:
-        settings_of(scheme).check(datasets.find_dataset("mnist"))
-    assert error.value.exit_code == ExitCode.EXPERIMENT
-    assert all(word in str(error.value) for word in words)
-
-
-@pytest.mark.parametrize(
     ("train", "test", "scheme", "words"),
     [
         (
@@ -492,42 +476,8 @@ def test_a_scheme_that_does_not_fit_the_source_is_rejected(scheme: Scheme, words
 def test_clients_without_examples_are_rejected(
     train: list[int], test: list[int], scheme: Scheme, words: list[str]
 ) -> None:
-    with pytest.raises(ExperimentError) as error:
+    with refusing(ExperimentError, *words):
         assign_examples(official(labels(train), labels(test)), 2, settings_of(scheme))
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("settings_", "words"),
-    [
-        (
-            {"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [1.0]},
-            ["1 numbers", "2 classes"],
-        ),
-        (
-            {"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [0.5, 0.6]},
-            ["sum", "1.1"],
-        ),
-        ({"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [1.5, -0.5]}, ["above 0"]),
-        (
-            {"scheme": "classes", "clients": 4, "classes_per_client": 3, "train_per_client": 2},
-            ["train_per_client: 2"],
-        ),
-        ({"scheme": "classes", "clients": 0, "classes_per_client": 2}, ["greater than or equal to 1"]),
-        ({"scheme": "dirichlet", "clients": 4, "alpha": 0}, ["greater than or equal to 0.001"]),
-        ({"scheme": "iid", "clients": 4, "alpha": 1}, ["alpha", "not permitted"]),
-        (
-            {"scheme": "blocks", "clients": 4},
-            ["'classes', 'dirichlet', 'dominant', 'imbalanced', 'fixed', 'natural', 'i"],
-        ),
-    ],
-)
-def test_contradictory_settings_are_rejected(settings_: dict[str, object], words: list[str]) -> None:
-    with pytest.raises(ValidationError) as error:
-        TypeAdapter(Scheme).validate_python(settings_)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_an_unknown_source_is_rejected_with_the_known_ones() -> None:

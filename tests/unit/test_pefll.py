@@ -20,7 +20,6 @@ from fedloom.algorithms.pefll import (
     PEFLL,
     Descriptor,
     DescriptorRequest,
-    DescriptorUpdate,
     PeFLLClient,
     PeFLLServer,
     PeFLLSettings,
@@ -30,7 +29,7 @@ from fedloom.algorithms.pefll import (
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.networks import LSTM, MLP, LeNet
+from fedloom.models.networks import MLP, LeNet
 
 BETA = 0.05
 SIZES = (4, 9, 6)
@@ -310,17 +309,6 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in server.state.items())
 
 
-@pytest.mark.parametrize("rule", ["paper", "adam"])
-def test_a_loaded_state_equals_the_saved_one(rule: str, tmp_path: Path) -> None:
-    s = literal(server={"rule": rule}, descriptor={"standardize": "first"})
-    run = federation(tmp_path, PEFLL, s, setup(), clients(SIZES), rounds=2)
-    run.run()
-    other = PeFLLServer(s, setup(), torch.Generator().manual_seed(99))
-    assert {name: tensor.shape for name, tensor in other.state.items()} == {n: t.shape for n, t in run.state.items()}
-    other.state = run.state
-    assert torch.equal(other.eta_h["fc1.weight"], run.state["eta_h.fc1.weight"])
-
-
 def test_a_resumed_server_keeps_the_order_of_its_layers(tmp_path: Path) -> None:
     """A file of tensors may have another order, while gradients and moments are matched by position."""
     s, problem, data = literal(server={"rule": "adam"}), setup(), clients(SIZES)
@@ -386,7 +374,6 @@ def test_prediction_follows_algorithm_1(tmp_path: Path) -> None:
     eta_v, eta_h = parameters(state)
     layout = PeFLLClient(s, problem).embedding.layout
     for c in data:
-        assert c.train.y is not None
         v = embed(s, layout.split(eta_v), c.train.x, c.train.y).mean(0)
         theta = hyper(s, eta_h, (v - state["standard"][0]) / state["standard"][1])
         predictor = run.predictors[1, c.id]["personal"]
@@ -412,7 +399,6 @@ def test_a_client_may_fine_tune_its_generated_model(tmp_path: Path) -> None:
         theta = handed.clone().requires_grad_()
         sgd = torch.optim.SGD([theta], lr=0.1, momentum=0.9)
         for index in batches(len(c.train), 3, steps, generator(7, "evaluate/fine-tune", c.id, 1)):
-            assert c.train.y is not None
             loss = mean_loss(problem.model.logits(theta, c.train.x[index]), c.train.y[index])
             (theta.grad,) = torch.autograd.grad(loss + 0.02 * theta.square().sum(), [theta])
             sgd.step()
@@ -477,20 +463,6 @@ def test_a_client_without_training_examples_reports_the_reason(opening: type) ->
         next(open_with(literal(), opening, empty))
 
 
-def test_a_message_that_cannot_open_a_conversation_is_named() -> None:
-    with pytest.raises(TypeError, match=r"PersonalizedModel .*DescriptorRequest, PeFLLTrainRequest"):
-        PeFLLClient(literal(), setup()).open(group(clients((3,))), PersonalizedModel(torch.zeros(1, 1)))
-
-
-def test_a_subclassed_client_keeps_its_conversations() -> None:
-    class Other(PeFLLClient):
-        pass
-
-    c = client("c0", 4)
-    opening = PeFLLTrainRequest(Other(literal(), setup()).embedding.init(torch.Generator(), torch.float64))
-    assert isinstance(next(Other(literal(), setup()).open(group([c]), opening)), Descriptor)
-
-
 def test_contradictory_settings_are_rejected() -> None:
     with pytest.raises(ValidationError, match=r"linear.*labels=False"):
         literal(embedding={"network": "linear", "labels": False})
@@ -507,37 +479,6 @@ def test_a_lenet_embedding_of_too_small_inputs_is_rejected(shape: tuple[int, ...
     PeFLLServer(literal(embedding={"network": "linear"}), problem, torch.Generator())
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "allowed"),
-    [("pixels", IMAGE, "lenet, linear, mlp"), ("features", (6,), "mlp, linear"), ("tokens", (9,), "lstm, linear")],
-)
-def test_an_embedding_network_rejects_unsupported_input_kinds(kind: Any, shape: tuple[int, ...], allowed: str) -> None:
-    """Clients train with the supported networks; the others are rejected, and the error lists the supported ones."""
-    model = LSTM(CLASSES, hidden=5) if kind == "tokens" else MLP(shape, [5], CLASSES)
-    problem = Setup(model, CLASSES, shape, 3, torch.float64, kind)
-    random = torch.Generator().manual_seed(1)
-    for network in ("lenet", "linear", "mlp", "lstm"):
-        s = literal(embedding={"network": network})
-        if network not in allowed.split(", "):
-            with pytest.raises(ExperimentError, match=f"{kind}.*{allowed}") as refused:
-                PeFLLClient(s, problem)
-            assert (refused.value.key, refused.value.found) == ("algorithm.embedding.network", network)
-            continue
-        member = client("c0", 8, shape=shape)
-        if kind == "tokens":
-            tokens = torch.randint(CLASSES, (8, *shape), generator=random).to(torch.uint8)
-            member = replace(member, train=Split(tokens, member.train.y))
-        half = PeFLLClient(s, problem)
-        eta_v = half.embedding.init(random, torch.float64)
-        conversation = half.open(group([member]), PeFLLTrainRequest(eta_v))
-        assert next(conversation).v.shape == (1, LENGTH)  # type: ignore[attr-defined]
-        update = conversation.send(PersonalizedModel(model.init(random, torch.float64)[None]))
-        assert update.delta_theta.abs().max() > 0  # type: ignore[attr-defined]
-        back = conversation.send(DescriptorUpdate(torch.ones(1, LENGTH, dtype=torch.float64)))
-        assert back.d_eta_v.shape == (1, len(eta_v))  # type: ignore[attr-defined]
-        assert back.d_eta_v.abs().max() > 0  # type: ignore[attr-defined]
-
-
 def test_with_a_subspace_a_client_receives_coordinates(tmp_path: Path) -> None:
     """Its model is θ₀ + P v'; the server keeps no row per parameter."""
     s = literal(hypernetwork={"subspace": {"size": 17}}, descriptor={"evaluate": "all"})
@@ -552,7 +493,6 @@ def test_with_a_subspace_a_client_receives_coordinates(tmp_path: Path) -> None:
         < sum(value.numel() for value in PeFLLServer(literal(), problem, torch.Generator()).state.values())
     )
     for c in data:
-        assert c.train.y is not None
         v = hyper(s, eta_h, embed(s, layout.split(eta_v), c.train.x, c.train.y).mean(0))
         found = f.predictors[1, c.id]["personal"].tensors()["theta"]
         torch.testing.assert_close(found, in_space(s, problem, v).detach(), rtol=0, atol=1e-12)
@@ -601,7 +541,6 @@ def test_a_clients_traffic_matches_the_paper(tmp_path: Path, subspace: dict[str,
 def test_the_model_at_the_origin_of_a_subspace_is_the_initial_one() -> None:
     s, model = literal(hypernetwork={"start": "model", "subspace": {"size": 17}}), MLP((1, 16, 16), [], CLASSES)
     server = PeFLLServer(s, Setup(model, CLASSES, (1, 16, 16), 3, seed=5), torch.Generator().manual_seed(1))
-    assert s.hypernetwork.subspace is not None
     subspace = s.hypernetwork.subspace.of(model, 5, torch.float32)
     made = subspace.expand(server.hypernetwork(server.eta_h, torch.randn(4, LENGTH)))
     assert torch.equal(made, subspace.origin.expand(4, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from federations import clients, close, federation, group, held_out_elsewhere, m
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedloom.algorithms.afl import project_onto_simplex
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
+from fedloom.algorithms.tr_maml import TR_MAML, TRMAMLSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.networks import Quadratic
@@ -79,7 +83,6 @@ def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
         p = theta.clone().requires_grad_()
 
         def f(q: Tensor, c: ClientData = c) -> Tensor:
-            assert c.train.y is not None
             return mean_loss(MODEL.logits(q, c.train.x), c.train.y)
 
         (slope,) = torch.autograd.grad(f(p), [p], create_graph=True)
@@ -101,7 +104,6 @@ def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
 def test_the_three_batches_of_a_step_are_drawn_independently() -> None:
     """Make one step of the exact form, each part on the batch of a separate generator."""
     (c,), theta = clients((9,)), start()
-    assert c.train.y is not None
     x, y, p = c.train.x, c.train.y, theta.clone().requires_grad_()
     outer, inner, third = (
         next(batches(9, 3, 1, generator(0, purpose, "c0", 1))) for purpose in ("train", "inner", "hessian")
@@ -128,7 +130,6 @@ def test_personalization_steps_on_train_data_with_the_inner_rate(tmp_path: Path)
     assert torch.equal(w, other.state["theta"])
     for c in data:
         named, theta = run.predictors[2, c.id], w
-        assert c.train.y is not None
         for index in batches(len(c.train), 3, 2, generator(SEED, "evaluate/fine-tune", c.id, 2)):
             p = theta.clone().requires_grad_()
             (d,) = torch.autograd.grad(mean_loss(MODEL.logits(p, c.train.x[index]), c.train.y[index]), [p])
@@ -150,3 +151,57 @@ def test_a_delta_without_finite_differences_is_rejected(hessian: str) -> None:
         made(hessian=hessian, delta=0.01)
     with pytest.raises(ValidationError, match="delta"):
         made(hessian="finite_difference", delta=0.0)
+
+
+# --- TR-MAML ----------------------------------------------------------------------------------------------------------
+
+
+ROBUST: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.9}
+
+
+def problem() -> Setup:
+    return dataclasses.replace(setup(), roster=("c0", "c1", "c2"))
+
+
+@pytest.mark.parametrize("hessian", ["none", "exact"])
+def test_constant_weights_give_uniform_per_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
+    keys = {"local": ROBUST, "hessian": hessian, "inner_lr": 0.05}
+    mine, other = (
+        federation(tmp_path / m.name, m, s, problem(), clients(SIZES), rounds=2)
+        for m, s in (
+            (TR_MAML, TRMAMLSettings.model_validate(keys | {"weights_lr": 0})),
+            (PER_FEDAVG, PerFedAvgSettings.model_validate(keys | {"weighting": "uniform"})),
+        )
+    )
+    mine.run()
+    other.run()
+    assert torch.equal(mine.state["theta"], other.state["theta"])
+    for key, named in other.predictors.items():
+        for name, predictor in named.items():
+            assert torch.equal(mine.predictors[key][name].tensors()["theta"], predictor.tensors()["theta"])
+
+
+def at(c: float, id: str) -> ClientData:
+    split = Split(torch.full((4, 1), c, dtype=torch.float64), None)
+    return ClientData(id, split, split, split, 0)
+
+
+def test_a_round_on_quadratics_matches_a_hand_computation(tmp_path: Path) -> None:
+    """F_i = (1 - α)² (w - c)²/2: w descends by n p_i ∇F_i, p ascends on F_i, not on p_i F_i."""
+    centres, alpha, lr, rate = (1.0, -3.0, 0.5), 0.2, 0.1, 0.3
+    keys = {"inner_lr": alpha, "hessian": "exact", "weights_lr": rate}
+    s = TRMAMLSettings.model_validate(keys | {"local": {"steps": 1, "lr": lr, "momentum": 0.0}})
+    p = Setup(Quadratic(1), 3, (1,), 3, torch.float64, roster=("c0", "c1", "c2"))
+    run = federation(tmp_path, TR_MAML, s, p, [at(c, f"c{i}") for i, c in enumerate(centres)], rounds=3)
+    w, weights, c = (
+        torch.zeros(1).double(),
+        torch.full((3,), 1 / 3, dtype=torch.float64),
+        torch.tensor(centres).double(),
+    )
+    for _ in range(3):
+        slope, value = (1 - alpha) ** 2 * (w - c), ((1 - alpha) * (w - c)).square() / 2
+        w, weights = w - lr * (weights * slope).sum(), project_onto_simplex(weights + rate * value)
+    run.run()
+    torch.testing.assert_close(run.state["theta"], w, rtol=0, atol=1e-12)
+    torch.testing.assert_close(run.state["weights"], weights, rtol=0, atol=1e-12)
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-12)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, clients, close, federation, held_out_elsewhere, setup
+from federations import CLASSES, IMAGE, clients, close, federation, setup
 from pydantic import ValidationError
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -96,18 +96,6 @@ def test_gains_and_means_with_a_prior_mean_match_least_squares() -> None:
         expected = apart - fitted([*held, v[row]], [*of, p])[1]
         expected += 2 * math.log(2 / (networks - 2)) - 2 * math.log(gamma / networks)
         assert float(found[row, 0] - found[row, 1]) == pytest.approx(expected, abs=1e-9)
-
-
-@pytest.mark.parametrize("length", [2, 4])
-def test_an_assignment_is_optimal(length: int) -> None:
-    v, p = normal(length, 5, seed=length), torch.ones(5).double()
-    atoms = pool(normal(2, length, 5, seed=9), torch.ones(2, 5).double(), torch.arange(length).repeat(2, 1), 1.0)
-    gain = gains(v, p, *atoms, 3, 1.0, 1.0, length)
-    best = max(
-        sum(float(gain[row, column]) for row, column in enumerate(columns))
-        for columns in itertools.permutations(range(2 * length), length)
-    )
-    assert float(gain[torch.arange(length), assign(gain)].sum()) == pytest.approx(best, abs=1e-12)
 
 
 @pytest.mark.parametrize("networks", [2, 5])
@@ -299,25 +287,6 @@ def test_rounds_merge_and_continue_from_each_clients_atoms(tmp_path: Path) -> No
     top = sum(precision * shares[row[j], 1] * v[j, at, 258] for j, at in holders)
     bottom = 1 + sum(precision * shares[row[j], 1] for j, at in holders)
     close(named["fc2.weight"][1, unit], torch.as_tensor(top / bottom))
-
-
-def test_held_out_examples_change_nothing_and_unseen_clients_get_the_global_network(tmp_path: Path) -> None:
-    p, data = problem(), clients(SIZES)
-    runs = [
-        federation(tmp_path / name, PFNM, made(personalize_steps=2), p, d, rounds=2, unseen=["c2"])
-        for name, d in (("one", data), ("other", held_out_elsewhere(data)))
-    ]
-    for run in runs:
-        run.run()
-    assert all(torch.equal(runs[0].state[name], runs[1].state[name]) for name in runs[0].state)
-    shared = runs[0].predictors[2, "c0"]["global"].tensors()["theta"]
-    for c in data:
-        named = runs[0].predictors[2, c.id]
-        assert torch.equal(named["global"].tensors()["theta"], shared)
-        assert torch.equal(
-            named["personal"].tensors()["theta"], runs[1].predictors[2, c.id]["personal"].tensors()["theta"]
-        )
-        assert not torch.equal(named["personal"].tensors()["theta"], shared)
 
 
 def test_invalid_settings_are_rejected() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from facts import mentions, refusing
+from facts import refusing
 from federations import IMAGE, Federation, clients, federation, problem_of, variant
 from safetensors.torch import load_file
 from test_bad_settings import GOOD
@@ -109,17 +109,6 @@ def test_without_noise_and_clipping_private_sums_are_plain_means(name: str, tmp_
         found = trained(tmp_path / str(i), name, asked, secure)
         for key, value in plain.items():
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("secure", [None, SecureAggregation(bits=64)])
-def test_every_method_trains_with_noise(name: str, secure: SecureAggregation | None, tmp_path: Path) -> None:
-    noise = "central" if secure is None else "distributed"
-    asked = privacy(clip=2.0, noise_multiplier=0.05, noise=noise, adaptive_clip=AdaptiveClip(count_noise=0.5))
-    plain, found = trained(tmp_path / "plain", name, None), trained(tmp_path / "noisy", name, asked, secure)
-    assert all(bool(value.isfinite().all()) for value in found.values())
-    assert any(not torch.equal(found[key], plain[key]) for key in plain)
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
@@ -364,7 +353,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(noise: str, tmp_pa
     first.run()
     rest = made(tmp_path / "part", "scaffold", asked, secure, rounds=4)
     rest.loop.resume()
-    assert rest.loop._private is not None
     assert float(rest.loop._private.state["clip"]) != asked.clip
     rest.run()
     assert all(torch.equal(rest.state[name], value) for name, value in whole.state.items())
@@ -380,7 +368,6 @@ def test_a_failed_attempt_restores_the_clipping_norm(tmp_path: Path) -> None:
     run.loop.server.method = variant(find_algorithm("q-fedavg"), aggregate=_diverges)
     with pytest.raises(QuorumError):
         run.run()
-    assert run.loop._private is not None
     assert float(run.loop._private.state["clip"]) == 0.3
 
 
@@ -417,9 +404,8 @@ def test_experiments_that_cannot_be_private_name_the_key(
     text = GOOD.replace("{name: fedavg}", algorithm).replace("clients: 4", "clients: 90")
     text = text.replace("partition:", "held_out_fraction: 0, partition:")
     (tmp_path / "bad.yaml").write_text(text.replace("{rounds: 2, clients_per_round: 2}", json.dumps(tree)))
-    with pytest.raises(ExperimentError) as error:
+    with refusing(ExperimentError, key, *facts):
         load_experiment(tmp_path / "bad.yaml")
-    assert mentions(str(error.value), key, *facts)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

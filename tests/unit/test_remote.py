@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +15,19 @@ import pytest
 import torch
 import yaml
 from click.testing import Result
+from facts import tells
 from s3_support import S3Server
 from typer.testing import CliRunner
 
 from fedloom.cli.main import app
+from fedloom.data import folders
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.manifest import shard_path
+from fedloom.data.manifest import read_manifest, shard_path
 from fedloom.data.partition import partition_dataset
 from fedloom.data.remote import Remote, publish
 from fedloom.data.schemes import ClassesScheme
-from fedloom.errors import DataError, ExperimentError, RefusedError, StorageError
+from fedloom.errors import DataError, ExitCode, ExperimentError, RefusedError, StorageError
 from fedloom.storage import Store, open_store
 from fedloom.storage.folder import FolderStore
 
@@ -220,3 +225,70 @@ def test_a_published_partition_needs_no_dataset(folder: Path, published: Store, 
     assert "already" in found.output
     assert not (tmp_path / "empty").exists()
     assert again(seed=2).exit_code != 0  # a different one: it has to be created, and the files are missing
+
+
+# --- a data root shared by two users ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Return a data root of the first user, readable by others."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user takes root")
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        (Path(made) / "datasets").mkdir(0o755)
+        yield Path(made) / "datasets"
+
+
+@contextmanager
+def second_user() -> Iterator[None]:
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_the_second_user_waits_for_the_same_lock(root: Path) -> None:
+    with folders.locked(root / "mnist"):
+        pass
+    with second_user(), folders.locked(root / "mnist"):
+        pass
+
+
+def test_the_second_user_learns_the_owner_and_the_remedy(root: Path) -> None:
+    with second_user(), pytest.raises(StorageError) as caught, folders.locked(root / "mnist"):
+        pass
+    assert caught.value.exit_code is ExitCode.STORAGE
+    assert tells(str(caught.value), root / ".mnist.lock", root, "root", "FEDLOOM_DATA", "chmod")
+
+
+def test_the_second_user_cannot_replace_files_and_gets_an_error(root: Path) -> None:
+    with folders.locked(root / "mnist"), folders.published(root / "mnist") as staging:
+        (staging / "a").write_text("first")
+    with second_user(), pytest.raises(StorageError) as caught, folders.published(root / "mnist"):
+        pass
+    assert tells(str(caught.value), root / "mnist", "root", "FEDLOOM_DATA")
+    assert (root / "mnist" / "a").read_text() == "first"
+
+
+def test_an_inaccessible_root_is_named(root: Path) -> None:
+    root.chmod(0o700)
+    with second_user(), pytest.raises(StorageError) as caught, folders.locked(root / "mnist"):
+        pass
+    assert tells(str(caught.value), "root", "FEDLOOM_DATA")
+
+
+def test_an_error_in_the_block_is_raised_unchanged(root: Path) -> None:
+    with pytest.raises(PermissionError, match="mine"), folders.locked(root / "mnist"):
+        raise PermissionError("mine")
+
+
+def test_a_private_partition_of_the_first_user_is_named(root: Path) -> None:
+    (root / "p").mkdir()
+    (root / "p" / "partition.json").write_text("{}")
+    (root / "p" / "partition.json").chmod(0o600)
+    with second_user(), pytest.raises(StorageError) as caught:
+        read_manifest(root / "p")
+    assert tells(str(caught.value), root / "p" / "partition.json", "root", "FEDLOOM_DATA")

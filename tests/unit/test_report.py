@@ -76,6 +76,10 @@ def test_a_complete_run(pefll: Path) -> None:
     assert [block.endswith(", unmasked") for block in blocks] == [True, False]
     assert sorted(p.name for p in (pefll / "figures").iterdir()) == FIGURES
     assert page.count("<figure") == len(FIGURES)
+    assert page.count("<table>") == len(re.findall(r'<div class="wide" tabindex="0"><table>', page)) > 0  # it scrolls
+    addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # namespaces, never fetched
+    assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
 
 
 @UNRENDERED
@@ -163,7 +167,6 @@ def test_clients_beyond_a_thousand_have_no_cards(tmp_path: Path, monkeypatch: py
 def test_a_card_shows_the_most_frequent_classes() -> None:
     pairs = [(k, k, 100 - k) for k in range(30)] + [(0, 29, 1)]
     table = confusion_table_of(pairs, [f"class {k}" for k in range(30)])
-    assert table is not None
     assert table.headings[1:] == tuple(f"class {k}" for k in range(12))
     ((_, rows),) = table.blocks
     label, first, *others = rows[0].cells
@@ -269,11 +272,6 @@ def test_values_of_a_method_are_shown_under_any_name(tmp_path: Path) -> None:
     assert "<dt>purity.mean</dt><dd>0.123457</dd>" in page
 
 
-def test_wide_content_scrolls(pefll: Path) -> None:
-    page = (pefll / "report.html").read_text()
-    assert page.count("<table>") == len(re.findall(r'<div class="wide" tabindex="0"><table>', page)) > 0
-
-
 def test_a_count_of_one_is_in_the_singular() -> None:
     assert [pluralize(n, "model") for n in (0, 1, 2, 2000)] == ["0 models", "1 model", "2 models", "2,000 models"]
     assert [pluralize(n, "class", "classes") for n in (1, 2)] == ["1 class", "2 classes"]
@@ -338,13 +336,6 @@ def test_data_without_labels(small: Path) -> None:
     assert 'aria-label="Data: partition"' not in page
 
 
-def test_the_page_makes_no_external_requests(pefll: Path) -> None:
-    page = (pefll / "report.html").read_text()
-    addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
-    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # namespaces, never fetched
-    assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
-
-
 def test_figures_use_the_pages_colours_and_are_standalone(pefll: Path) -> None:
     page = (pefll / "report.html").read_text()
     body = page[page.index("<main>") :]
@@ -385,15 +376,6 @@ def test_a_method_with_a_global_model_and_a_mask(tmp_path: Path) -> None:
     assert {"confusion-global.svg", "personalization.svg"} <= {path.name for path in (run / "figures").iterdir()}
 
 
-@UNRENDERED
-def test_a_run_without_training_or_unseen_clients(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "r", algorithm="local", n=5, unseen=0, rounds=(0,))
-    page = write_report(run).read_text()
-    assert left_out(page) == {}
-    assert "unseen clients, personalized model</td><td>–</td>" in page
-    assert not (run / "figures" / "learning-curve.svg").exists()
-
-
 @pytest.mark.slow
 def test_clients_whose_models_are_distributions(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", algorithm="pfedbayes", predictors=("personal", "global"), ensemble=True)
@@ -414,15 +396,19 @@ def test_clients_whose_models_are_distributions(tmp_path: Path) -> None:
     last["entropy"] = [None] * 100
     put(run / "uncertainty.json", json.dumps(document))
     section = ReportSection("Uncertainty", uncertainty).page_section(RunFolder.open(run))
-    assert section is not None
     assert tells(section.absent, "uncertainty.json", "round 400")
 
 
+@pytest.mark.parametrize("algorithm", ["pefll", "local"])
 @UNRENDERED
-def test_descriptors_without_unseen_clients(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "r", n=5, unseen=0, rounds=(0,))
-    assert json.loads((run / "descriptors.json").read_text())["spearman"] == [None]
-    assert left_out(write_report(run).read_text()) == {}
+def test_a_run_without_training_or_unseen_clients(tmp_path: Path, algorithm: str) -> None:
+    run = write_run(tmp_path / "r", algorithm=algorithm, n=5, unseen=0, rounds=(0,))
+    page = write_report(run).read_text()
+    assert left_out(page) == {}
+    assert "unseen clients, personalized model</td><td>–</td>" in page
+    assert not (run / "figures" / "learning-curve.svg").exists()
+    if algorithm == "pefll":
+        assert json.loads((run / "descriptors.json").read_text())["spearman"] == [None]
 
 
 @UNRENDERED
@@ -496,14 +482,11 @@ def test_a_foreign_line_of_metrics(small: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError])
-def test_an_unexpected_form_is_noted_with_the_files(
-    small: Path, error: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unexpected_forms_are_noted(small: Path, error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     def build(run: RunFolder) -> Part:
         raise error("accuracy")
 
     section = ReportSection("Results", build, ("metrics.jsonl", "summary.json")).page_section(RunFolder.open(small))
-    assert section is not None
     assert tells(section.absent, "metrics.jsonl", "summary.json", error.__name__, "accuracy", "copy")
     assert str(small) not in section.absent
     assert caplog.records[0].exc_info is not None  # a defect of the report can be found
@@ -526,9 +509,7 @@ WRONG: list[tuple[str, tuple[str | int, ...], object]] = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("file", "keys", "value"), WRONG)
 @UNRENDERED
-def test_an_unexpected_value_is_not_reported_as_a_bug(
-    small: Path, file: str, keys: tuple[str | int, ...], value: object
-) -> None:
+def test_unexpected_values_are_no_bugs(small: Path, file: str, keys: tuple[str | int, ...], value: object) -> None:
     first, *others = (small / file).read_text().splitlines() if file.endswith("l") else [(small / file).read_text()]
     document = json.loads(first)
     at = document

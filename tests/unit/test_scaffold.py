@@ -49,16 +49,6 @@ def test_the_first_round_equals_fedavgs_to_the_bit_and_the_second_differs(tmp_pa
                 assert torch.equal(mine.predictors[1, c.id][name].tensors()["theta"], predictor.tensors()["theta"])
 
 
-def test_a_single_client_is_never_corrected(tmp_path: Path) -> None:
-    """Check that one client's c_i is c, so that nothing is corrected."""
-    data = clients((9,))
-    mine, other = (
-        rostered(tmp_path / m.name, m, s, data, rounds=4) for m, s in ((SCAFFOLD, made()), (FEDAVG, average()))
-    )
-    close(mine.state["theta"], other.state["theta"])
-    close(mine.state["c"], kept(tmp_path / "scaffold", "c0", "c"))
-
-
 @pytest.mark.usefixtures("each_task")
 def test_rounds_follow_algorithm_1(tmp_path: Path) -> None:
     s, data, n = made(server_lr=0.7), clients(SIZES), 3
@@ -69,7 +59,6 @@ def test_rounds_follow_algorithm_1(tmp_path: Path) -> None:
         moves, changes = [], []
         for x in (x for x in data if x.id in attempt.conversations[0].clients):
             y, count = theta, s.local.count(len(x.train))
-            assert x.train.y is not None
             for index in batches(len(x.train), 3, count, generator(SEED, "train/train", x.id, t)):
                 p = y.clone().requires_grad_()
                 (g,) = torch.autograd.grad(mean_loss(MODEL.logits(p, x.train.x[index]), x.train.y[index]), [p])

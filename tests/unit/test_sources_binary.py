@@ -123,7 +123,6 @@ def contents() -> dict[str, bytes]:
 
 def test_an_example_belongs_to_its_writer(contents: dict[str, bytes]) -> None:
     official = find_dataset("qmnist").read(contents)
-    assert official.owners is not None
     assert not official.owners.divided
     for pool, writers in ((official.train, TRAIN_WRITERS), (official.test, TEST_WRITERS)):
         assert pool.owners is not None

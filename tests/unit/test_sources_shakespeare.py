@@ -138,7 +138,6 @@ def test_a_play_with_a_character_of_another_alphabet() -> None:
 def test_owners_are_named_by_play_and_role() -> None:
     long = "ACT I.\n\n" + "".join(f"ANNE.\n{'so ' * 40}\n\n" for _ in range(5))
     official = SHAKESPEARE.read({"hamlet_gut.txt": long.encode(), "lear_gut.txt": long.encode()})
-    assert official.owners is not None
     assert official.owners.names == ("hamlet/ANNE", "lear/ANNE")
     assert official.train.inputs.dtype == np.uint8
     for pool in (official.train, official.test):

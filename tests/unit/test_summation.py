@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from facts import mentions
 from federations import IMAGE, clients, federation, problem_of
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, find_algorithm
-from fedloom.algorithms.sums import sums_of
-from fedloom.errors import ExperimentError
+from fedloom.algorithms.base import (
+    Algorithm,
+    ClientAlgorithm,
+    Cohort,
+    Conversation,
+    Round,
+    ServerAlgorithm,
+    Setup,
+    Statistics,
+    conversation,
+    find_algorithm,
+)
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.sums import SummedFields, sums_of
+from fedloom.core.settings import Settings
+from fedloom.errors import ExitCode, ExperimentError, QuorumError
 from fedloom.evaluation.group_statistics import groups
 from fedloom.evaluation.summary import left_out
-from fedloom.messages import SummedMetrics
+from fedloom.experiment import load_experiment
+from fedloom.messages import Message, Quantity, Replies, SummedMetrics, broadcast, rows
 from fedloom.models.networks import MLP
+from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.privacy.settings import SecureAggregation
+from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING
 from fedloom.sums.held_answers import HeldAnswers
 from fedloom.sums.summation import Summation
@@ -104,3 +122,207 @@ def compare(expected: Any, found: Any, key: str = "") -> None:
         assert found is None
     else:
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4), key
+
+
+# --- two sums in one conversation -------------------------------------------------------------------------------------
+
+
+class Begin(Message):
+    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
+
+
+class GoOn(Message):
+    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
+
+
+class Show(Message):
+    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
+
+
+class First(Message):
+    change: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
+
+
+class Second(Message):
+    change: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
+
+
+class Server(ServerAlgorithm):
+    """Server with two means in a round, the second of answers to the first."""
+
+    def __init__(self, settings: Settings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.state["theta"] = setup.model.init(generator, setup.dtype)
+        self.state["mean"] = torch.zeros_like(self.state["theta"])
+
+    def train_round(self, round: Round) -> Statistics:
+        """Make two exchanges."""
+        theta, cohort = self.state["theta"], round.sample()
+        first = cohort.send(Begin(theta), First)
+        self.state["mean"] = first.mean(first.change)
+        second = cohort.send(GoOn(theta + self.state["mean"]), Second)
+        self.state["theta"] = theta + second.mean(second.change)
+        return {"client_steps": 0.0}
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the shared vector."""
+        return cohort.send(Show(self.state["theta"]))
+
+
+class Client(ClientAlgorithm):
+    """Client whose answers differ by the number of examples."""
+
+    @conversation
+    def train(self, clients: ClientGroup, opening: Begin) -> Conversation:
+        """Answer both."""
+        sizes = torch.tensor([[len(client.train) / 10] for client in clients.clients], dtype=opening.theta.dtype)
+        reported: GoOn = yield First(sizes * (opening.theta + 1))
+        yield Second(sizes * reported.theta)
+        return None
+
+    @conversation
+    def personalize(self, clients: ClientGroup, opening: Show) -> Predictors:
+        """Return the shared model."""
+        return predictors_of(self.setup.model, personal=opening.theta.expand(len(clients), -1))
+
+
+class Twice(Algorithm):
+    """Algorithm of this server and this client."""
+
+    name = "twice"
+    settings, server, client = Settings, Server, Client
+    messages = (Begin, GoOn, Show, First, Second)
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return plain sums of both answers."""
+        return {**sums_of(First), **sums_of(Second)}
+
+
+def ran(folder: Path, secure: SecureAggregation | None, lost: dict[int, int]) -> Any:
+    """Return a federation after one round that loses these rows at these exchanges."""
+    data, method = clients(SIZES), Twice()
+    problem = problem_of(MLP(IMAGE, (8,), 3), data)
+    made = federation(folder, method, Settings(), problem, data, lost=lost, **summing(method, Settings(), secure))
+    made.run()
+    return made
+
+
+def test_a_client_silent_at_the_end_of_a_sum_is_not_asked_for_the_next(tmp_path: Path) -> None:
+    secure, row = SecureAggregation(bits=64, range=1000), 1
+    at, then = 4, 6  # Survivors, and GoOn
+    plain = ran(tmp_path / "plain", None, {1: row})
+    masked = ran(tmp_path / "masked", secure, {at: row})
+    for name, expected in plain.state.items():
+        torch.testing.assert_close(masked.state[name], expected, rtol=1e-9, atol=1e-9)
+    (line,) = (line for line in RunFolder(tmp_path / "masked").lines("journal.jsonl") if line["round"] == 1)
+    assert [(loss["row"], loss["exchange"]) for loss in line["conversations"][0]["lost"]] == [(row, then)]
+
+
+# --- settings that make secure sums impossible ------------------------------------------------------------------------
+
+
+SECURE = "federation.secure_aggregation"
+
+
+def refused(tmp_path: Path, *overrides: str, algorithm: str = "{name: fedavg}") -> ExperimentError:
+    """Return the error of reading an experiment with secure aggregation and these settings."""
+    tree: dict[str, Any] = {
+        "name": "bad",
+        "data": {"dataset": "mnist", "partition": {"scheme": "iid", "clients": 12}},
+        "model": {"name": "mlp", "hidden": [8]},
+        "algorithm": {"name": "fedavg"},
+        "federation": {"rounds": 2, "clients_per_round": 10, "secure_aggregation": {}},
+    }
+    path = tmp_path / "bad.yaml"
+    path.write_text(json.dumps(tree))
+    load_experiment(path)  # otherwise valid
+    with pytest.raises(ExperimentError) as error:
+        load_experiment(path, [f"algorithm={algorithm}", *overrides])
+    assert error.value.exit_code is ExitCode.EXPERIMENT
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "facts"),
+    [
+        ("federation.clients_per_round=1", "federation.clients_per_round", (1, 3)),
+        ("federation.clients_per_round=2", "federation.clients_per_round", (2, 3)),
+        (f"{SECURE}.range=0", f"{SECURE}.range", (0,)),
+        (f"{SECURE}.bits=16", f"{SECURE}.bits", (16, 32, 64)),
+        (f"{SECURE}.neighbours=3", f"{SECURE}.neighbours", (3, 2)),
+        (f"{SECURE}.neighbours=10", f"{SECURE}.neighbours", (10, "clients_per_round", "null")),
+        (f"{SECURE}={{threshold: 3}}", SECURE, ("threshold", "neighbours", 3)),
+        (f"{SECURE}={{neighbours: 4, threshold: 2}}", SECURE, ("threshold", 2, 4)),
+        (f"{SECURE}={{neighbours: 4, threshold: 5}}", SECURE, ("threshold", 5, 4)),
+    ],
+)
+def test_invalid_settings_of_a_sum(tmp_path: Path, override: str, key: str, facts: tuple[object, ...]) -> None:
+    error = refused(tmp_path, override)
+    assert mentions(str(error), key, *facts)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "facts"),
+    [
+        ("{name: pefll}", ("pefll", "another method")),
+        ("{name: wga}", ("wga",)),
+        ("{name: afl}", ("afl", "drfa")),
+        ("{name: pfnm}", ("pfnm",)),
+        ("{name: drfa}", ("algorithm.replace", "false")),  # draws a client more than once
+        ("{name: fedavg, weighting: uniform, trim: 0.1}", ("max_norm", "null", "trim", 0)),
+        ("{name: fedavg, max_norm: 1.0}", ("max_norm", "null", "trim", 0)),
+    ],
+)
+def test_methods_that_need_each_answer_are_rejected(tmp_path: Path, algorithm: str, facts: tuple[object, ...]) -> None:
+    error = refused(tmp_path, algorithm=algorithm)
+    assert error.key == SECURE
+    assert mentions(str(error), SECURE, *facts)
+
+
+def secure_run(folder: Path, range: float, sizes: tuple[int, ...] = (12, 7, 9, 16, 11), **keys: Any) -> Any:
+    """Return a federation of FedAvg whose updates and metrics are summed securely."""
+    method = find_algorithm("fedavg")
+    settings, data = method.settings(), clients(sizes)
+    problem = problem_of(MLP(IMAGE, (8,), 3), data)
+    fields = {**method.sums(settings), **sums_of(SummedMetrics)}
+    summation = Summation(fields, SecureAggregation(range=range, bits=64, examples=16))
+    held = HeldAnswers(summation, NO_SIGNING)
+    return federation(folder, method, settings, problem, data, rounds=1, summation=summation, held=held, **keys)
+
+
+def test_a_range_too_small_for_all_clients_stops_the_run_and_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(QuorumError) as error:
+        secure_run(tmp_path, 1e-9).run()
+    assert error.value.exit_code is ExitCode.QUORUM
+    assert mentions(str(error.value), f"{SECURE}.range", "delta_theta", "1e-09")
+
+
+def test_the_aggregator_does_not_learn_the_size_of_a_rejected_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client's own log has it, the journal does not."""
+    with pytest.raises(QuorumError):
+        secure_run(tmp_path, 1e-9).run()
+    (output, *_) = (record.getMessage() for record in caplog.records if "magnitude" in record.getMessage())
+    value = output.rpartition("magnitude ")[2].rstrip(")")
+    assert float(value) > 1e-9
+    lines = list(RunFolder(tmp_path).lines("journal.jsonl"))
+    reasons = [loss["reason"] for line in lines for talk in line["conversations"] for loss in talk["lost"]]
+    assert reasons
+    assert not any("magnitude" in reason or value in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("unseen", [1, 2])
+def test_groups_too_small_for_a_sum_are_not_measured_and_the_journal_has_the_reason(
+    tmp_path: Path, unseen: int
+) -> None:
+    sizes = (12, 7, 9, 16, 11)
+    ids = [client.id for client in clients(sizes)]
+    made = secure_run(tmp_path, 100.0, sizes, unseen=ids[:unseen])
+    found = groups(made.run(), label_mask=False)
+    assert found["seen"] is not None
+    assert found["unseen"] is None
+    lines = [line for line in RunFolder(tmp_path).lines("journal.jsonl") if line["outcome"] == "evaluated"]
+    lost = [loss for talk in lines[-1]["conversations"] for loss in talk["lost"]]
+    assert {loss["client"] for loss in lost} == set(ids[:unseen])
+    assert all(mentions(loss["reason"], 3, unseen, "data.held_out_fraction") for loss in lost)

@@ -234,7 +234,6 @@ def test_regression_targets_are_standardized_over_training_data_of_seen_clients(
         manifest = dataset.manifest
         names = manifest.roster if measured_on == "seen" else (*manifest.roster, *manifest.unseen)
         raw = np.concatenate([dataset.tensors(name)["train_y"].numpy() for name in names]).astype(np.float64)
-        assert manifest.spec.targets is not None
         assert manifest.spec.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
         assert manifest.spec.targets.std == pytest.approx((raw.std(),), rel=1e-12)
         split, kept = dataset.client(names[0]).test, dataset.tensors(names[0])["test_y"].numpy()
@@ -246,7 +245,6 @@ def test_a_field_of_numbers_has_one_scale(tmp_path: Path) -> None:
     y = (SIGNALS[:, :2] * 3 + 5).astype(np.float32)
     dataset = opened(SIGNALS, y, tmp_path)
     manifest = dataset.manifest
-    assert manifest.spec.targets is not None
     raw = np.concatenate([dataset.tensors(name)["train_y"].numpy() for name in manifest.roster]).astype(np.float64)
     assert manifest.spec.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
     assert manifest.spec.targets.std == pytest.approx((raw.std(),), rel=1e-12)
@@ -301,9 +299,8 @@ def test_a_named_task_is_accepted_or_rejected(tmp_path: Path) -> None:
         (FEATURES, np.array(["p", "q"] * N), {"task": "regression"}, ("<U1", "regression")),
     ]
     for x, y, settings, facts in cases:
-        with pytest.raises(DataError) as error:
+        with refusing(DataError, *facts):
             opened(x, y, tmp_path, **settings)
-        assert mentions(str(error.value), *facts), str(error.value)
     with pytest.raises(ExperimentError) as unknown:
         opened(FEATURES, CLASSES, tmp_path, task="ranking")
     assert (unknown.value.key, unknown.value.found) == ("task", "ranking")
@@ -386,16 +383,14 @@ def test_repeated_named_inputs_stay_in_one_split(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_named_inputs_are_rejected(x: dict[str, NDArray[Any]], facts: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, *facts):
         opened(x, CLASSES, tmp_path)
-    assert mentions(str(error.value), *facts), str(error.value)
 
 
 def test_clients_have_the_same_input_names(tmp_path: Path) -> None:
     clients = {"a": ({"row": FEATURES[:N]}, CLASSES[:N]), "b": ({"line": FEATURES[N:]}, CLASSES[N:])}
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "client b", "row", "line"):
         fedloom.Federated.from_arrays(clients, root=tmp_path)
-    assert mentions(str(error.value), "client b", "row", "line")
 
 
 SCHEMES: list[tuple[dict[str, Any], str | None]] = [
@@ -432,9 +427,8 @@ def test_target_quantiles_are_assigned_like_classes(tmp_path: Path) -> None:
         assert pair[0][1] < pair[1][0]  # two clients of each third, which do not overlap
     assert thirds
     for y, facts in ((CLASSES, ("quantiles", "classes")), (MASKS, ("quantiles", "segmentation"))):
-        with pytest.raises(ExperimentError) as error:
+        with refusing(ExperimentError, *facts):
             opened(IMAGES, y, tmp_path, partition=scheme)
-        assert mentions(str(error.value), *facts)
     with pytest.raises(ExperimentError) as error:
         opened(FEATURES, np.where(np.arange(2 * N) % 9, 1.5, PRICES), tmp_path, partition=scheme)
     assert error.value.key == "data.partition.quantiles"
@@ -480,12 +474,10 @@ def test_frames_have_numbers_labels_and_codes_as_requested(tmp_path: Path) -> No
     assert found.inputs["integers"].high == 9
     found = made(label="price", integers=True, drop=list("pqrs"))
     assert (found.kind, found.input_shape) == ("integers", (4,))
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "column p", "integer"):
         made(label="price", integers=["code", "p"])
-    assert mentions(str(error.value), "column p", "integer")
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "'nothing'", "integers"):
         made(label="price", integers=["nothing"])
-    assert mentions(str(error.value), "'nothing'", "integers")
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -498,9 +490,8 @@ def test_tables_have_a_task_target_columns_and_integers(ending: str, tmp_path: P
         section = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
         return fedloom.Federated(section).open().manifest.spec
 
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "measured", "task: regression"):
         made(label="price")
-    assert mentions(str(error.value), "measured", "task: regression")
     found = made(label="price", task="regression")
     assert found.targets.mean == pytest.approx((PRICES.mean(),), rel=0.1)
     assert made(targets=["low", "high"]).task == "multilabel"
@@ -525,9 +516,8 @@ def test_the_task_of_an_experiment_is_that_of_its_source(tmp_path: Path) -> None
     assert experiment.data.opened().spec.task == "regression"
     kept = {**section, "dataset": "arrays", "source": {"path": str(experiment.data.opened().at)}}
     assert of({**plain, "data": kept}).data.opened().spec.task == "regression"
-    with pytest.raises(ExperimentError) as error:
+    with refusing(ExperimentError, "task", "regression", "classification"):
         of({**plain, "data": kept, "task": {"name": "classification"}})
-    assert mentions(str(error.value), "task", "regression", "classification")
 
 
 def masked_folder(folder: Path, *, prefix: str = "", scale: int = 255) -> None:
@@ -602,19 +592,15 @@ def test_medmnist_files_have_images_volumes_and_labels(
     assert 16 <= sum(entry.test for entry in manifest.clients) <= 20  # equally many of each class for both
     del arrays["val_labels"]
     np.savez(tmp_path / "n.npz", **arrays)
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "val_labels"):
         read("medmnist", tmp_path / "n.npz", tmp_path)
-    assert mentions(str(error.value), "val_labels")
 
 
 # --- own data and newcomers -------------------------------------------------------------------------------------------
 
 OWN = {
     "kind": "named",
-    "inputs": {
-        "row": {"kind": "features", "shape": [4]},
-        "codes": {"kind": "integers", "shape": [3], "high": 9},
-    },
+    "inputs": {"row": {"kind": "features", "shape": [4]}, "codes": {"kind": "integers", "shape": [3], "high": 9}},
     "targets": {"task": "regression"},
 }
 
@@ -645,9 +631,8 @@ def test_targets_of_own_data_are_measured_exactly(tmp_path: Path) -> None:
     both = torch.cat([dataset.client(name).train.y for name in clients.cards])
     assert float(both.mean()) == pytest.approx(0, abs=1e-5)
     other = Own.model_validate(OWN | {"targets": {"task": "multilabel", "shape": [1]}})
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "targets", "regression", "multilabel"):
         clients.check(other)
-    assert mentions(str(error.value), "targets", "regression", "multilabel")
 
 
 @pytest.mark.parametrize(
@@ -665,9 +650,8 @@ def test_targets_of_own_data_are_measured_exactly(tmp_path: Path) -> None:
     ],
 )
 def test_contradictory_requirements_are_rejected(change: dict[str, Any], facts: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError) as error:
+    with refusing(ValueError, *facts):
         Own.model_validate(OWN | change)
-    assert mentions(str(error.value), *facts), str(error.value)
 
 
 def test_packing_checks_targets_against_the_experiment(tmp_path: Path) -> None:
@@ -684,9 +668,8 @@ def test_packing_checks_targets_against_the_experiment(tmp_path: Path) -> None:
     assert read_card(tmp_path / "out") == card
     assert (card.spec.targets, card.features) == (own.spec.targets, ("p", "q", "r", "s"))
     np.savez(tmp_path / "t.npz", x=FEATURES, y=RNG.integers(0, 2, (2 * N, 3)))
-    with pytest.raises(DataError) as error:
+    with refusing(DataError, "t.npz", "3", "2"):
         pack(tmp_path / "t.npz", tmp_path / "other", PackSettings(request=Request(own.spec)))
-    assert mentions(str(error.value), "t.npz", "3", "2")
 
 
 def described(dataset: FederatedDataset) -> Problem:
@@ -735,9 +718,8 @@ def test_new_clients_with_other_targets_or_inputs_are_rejected(tmp_path: Path) -
         (named, {"row": FEATURES[:3, :2]}, None, ("[3, 2]",)),
     ]
     for wanted, x, y, facts in cases:
-        with pytest.raises(DataError) as error:
+        with refusing(DataError, *facts):
             Newcomer.from_arrays("new", x, y, wanted)
-        assert mentions(str(error.value), *facts), str(error.value)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -754,9 +736,8 @@ def test_built_in_models_standardize_integers_and_reject_named_inputs() -> None:
     with pytest.raises(ExperimentError) as error:
         fitted(LeNetSettings(), specs, 4)
     assert error.value.key == "model.name"
-    with pytest.raises(ExperimentError) as error:
+    with refusing(ExperimentError, "mlp", "row", "codes"):
         fitted(MLPSettings(), {"row": specs[""], "codes": specs[""]}, 4)
-    assert mentions(str(error.value), "mlp", "row", "codes")
 
 
 class _Fixed:

@@ -54,7 +54,6 @@ def test_clients_have_every_metric_of_their_task(task: PredictionTask) -> None:
 def test_pooled_areas_and_scores_of_labels_equal_scikit_learns() -> None:
     task = Multilabel()
     document = output_document(evaluated(task))
-    assert document is not None
     tests = [client(task, i, n).test for i, n in enumerate(SIZES)]
     x, y = (torch.cat([getattr(test, name) for test in tests]).numpy() for name in ("x", "y"))
     (found,) = (document["personal"][key] for key in ("seen",))
@@ -69,7 +68,6 @@ def test_pooled_areas_and_scores_of_labels_equal_scikit_learns() -> None:
 def test_overlap_of_pixel_classes_equals_scikit_learns() -> None:
     task = Segmentation()
     document = output_document(evaluated(task))
-    assert document is not None
     tests = [client(task, i, n).test for i, n in enumerate(SIZES)]
     y = torch.cat([test.y.flatten() for test in tests if test.y is not None]).numpy()
     predicted = torch.cat([test.x.argmax(1).flatten() for test in tests]).numpy()
@@ -121,7 +119,6 @@ def test_pages_read_the_output_of_an_evaluation(tmp_path: Path, task: Prediction
     (own,) = (row for row in rows if row.is_own)
     assert own.mean("seen") == whole["seen"]["metrics"][headline]["mean"]
     assert own.validation(best=False) == (lines[-1]["validation_pooled"], None)
-    assert own.results[0].best is not None
     assert own.results[0].best.round == whole["best"]["round"]
     values = e.metrics("personal", "test", e.seen)[headline]
     assert own.client_values("seen") == pytest.approx(values.tolist(), rel=1e-6)

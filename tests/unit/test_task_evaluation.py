@@ -6,16 +6,19 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from facts import refusing
+from federations import federation
 from lazy import Lazy
 from test_tasks import SHAPES, TASK, K, batch, measured, targets
 from torch import Tensor
 
+from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.group_statistics import group_statistics, groups, metric_statistics
@@ -33,6 +36,7 @@ from fedloom.evaluation.summary import (
 )
 from fedloom.models.flat import FlatModel, Layout
 from fedloom.models.predictors import Ensemble, ModelPredictor
+from fedloom.runs.folder import RunFolder
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.own_metric import OwnMetric
@@ -109,7 +113,6 @@ def test_statistics_cover_metrics_per_client_and_over_all_examples(task: Predict
 def test_class_statistics_equal_scikit_learns_and_the_accuracies() -> None:
     e = evaluated(CLASSIFICATION)
     found = groups(e, label_mask=False)["seen"]
-    assert found is not None
     assert found["metrics"]["accuracy"] == {
         key.removeprefix("accuracy_"): value for key, value in found.items() if key.startswith("accuracy_")
     }
@@ -127,7 +130,6 @@ def test_class_metrics_respect_the_label_mask() -> None:
     e = evaluated(CLASSIFICATION)
     for label_mask in (False, True):
         found = groups(e, label_mask=label_mask)["seen"]
-        assert found is not None
         assert found["metrics"]["accuracy"]["mean"] == found["accuracy_mean"]
 
 
@@ -143,7 +145,6 @@ def test_other_tasks_have_no_accuracy_and_a_mean_loss(task: PredictionTask) -> N
         assert not counts[:, 0].any()
         assert e.confusion.numel() == 0
         statistics = group_statistics(counts, classes=False)
-        assert statistics is not None
         assert statistics["accuracy_mean"] is None
         assert groups(e, label_mask=True)["seen"] is None  # there is nothing to mask
         assert (groups(e, label_mask=False)["global"] or {})["metrics"][task.headline.name] is not None
@@ -234,7 +235,6 @@ def test_auroc_of_classes_is_measured_on_request() -> None:
     )
     values = metric_statistics(e, "personal", e.seen)["auroc"]
     expected = sk.roc_auc_score(data.test.y, data.test.x.double().softmax(1), multi_class="ovr")
-    assert values is not None
     assert values["mean"] == pytest.approx(expected)
     assert values["pooled"] == pytest.approx(expected, abs=0.02)
 
@@ -296,7 +296,6 @@ def test_own_metrics_are_example_means_or_computed_from_own_sums() -> None:
     assert statistics["absolute"]["worst"] == pytest.approx(max(each), rel=1e-5)
     assert statistics["absolute"]["pooled"] == pytest.approx(float((together[0] - together[1]).abs().mean()), rel=1e-5)
     correlation = statistics["Correlation"]
-    assert correlation is not None
     expected = np.corrcoef(together[0].flatten(), together[1].flatten())[0, 1]
     assert correlation["pooled"] == pytest.approx(expected, rel=1e-5)
     assert [metric.percent for metric in parts[1].metrics] == [True]
@@ -355,3 +354,42 @@ def test_target_shapes_agree_with_the_plan() -> None:
         plan = EvaluationPlan.of(targets(name))
         assert plan.nothing(3, 2).sums.shape == (3, 2, 2, plan.size)
         assert plan.classes == (K if name == "classification" else 0)
+
+
+# --- training over a real loop ----------------------------------------------------------------------------------------
+
+
+class Shifted(FlatModel):
+    """Model that returns its inputs, which look like outputs, times a number, plus another."""
+
+    has_features = False
+
+    def __init__(self, task: PredictionTask) -> None:
+        self.task = task
+        self.layout = Layout((("scale", (1,)), ("shift", (1,))))
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return x * parameters["scale"] + parameters["shift"]
+
+
+@TASK
+def test_fedavg_trains_and_measures_the_task(tmp_path: Path, task: PredictionTask) -> None:
+    data = [client(task, i, n) for i, n in enumerate((8, 9, 10))]
+    plan = EvaluationPlan.of(targets(task.name), task)
+    settings = find_algorithm("fedavg").settings.model_validate({"local": {"steps": 3, "batch_size": 2, "lr": 0.05}})
+    problem = Setup(Shifted(task), plan.classes, (K,), 3)
+    made = federation(tmp_path, find_algorithm("fedavg"), settings, problem, data, rounds=2, plan=plan)
+    made.run()
+    lines = list(RunFolder(tmp_path).lines("metrics.jsonl"))
+    assert lines[-1]["task"] == task.name
+    found = lines[-1]["seen"]["metrics"][task.headline.name]
+    assert found["pooled"] is not None
+    theta = made.state["theta"]
+    model, total = Shifted(task), 0.0
+    for c in data:
+        predictions = task.predictions(model.logits(theta, c.test.x))
+        total += float(task.loss(predictions, c.test.y).mean()) / len(data)
+    assert lines[-1]["global"]["loss_mean"] == pytest.approx(total, rel=1e-5)

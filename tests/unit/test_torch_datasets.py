@@ -72,11 +72,7 @@ def bytes_of(values: NDArray[Any]) -> set[bytes]:
 def test_a_client_may_be_a_data_set(dataset: Any, tmp_path: Path) -> None:
     found = opened(dataset, tmp_path)
     spec = found.manifest.spec
-    assert (spec.kind, spec.input_shape, spec.classes) == (
-        "features",
-        (8,),
-        3,
-    )
+    assert (spec.kind, spec.input_shape, spec.classes) == ("features", (8,), 3)
     assert rows(found) == bytes_of(X)
     half = opened(Subset(Rows(), range(20)), tmp_path)
     assert rows(half) == bytes_of(X[:20])

@@ -1,4 +1,4 @@
-"""Untrusted text is printed without control characters and line ends."""
+"""Untrusted text is printed without control characters and line ends, and logs are lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from fedloom.core.logs import JsonLines, lines_about
 from fedloom.core.words import printable, rounded_up
+from fedloom.engine.log_file import log_kept
+from fedloom.errors import StorageError
 from fedloom.runs.folder import RunFolder
 
 NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"
@@ -113,3 +115,30 @@ def test_a_bound_as_text_remains_a_bound(bound: float, digits: int) -> None:
 )
 def test_bounds_as_text(bound: float, text: str) -> None:
     assert rounded_up(bound) == text
+
+
+log = logging.getLogger("fedloom.transport")
+
+
+def test_messages_before_the_file_is_known_are_written_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "aggregator.jsonl"
+    logger = logging.getLogger("fedloom")
+    handlers = [*logger.handlers]
+    with caplog.at_level(logging.INFO, "fedloom"):
+        with log_kept(alone=True) as keep:
+            log.info("worker %s joined", "early", extra={"worker": "early"})
+            log.error("something was wrong")
+            keep(file)
+            log.info("worker late joined")
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+        log.info("after it")
+    assert [line["message"] for line in lines] == ["worker early joined", "something was wrong", "worker late joined"]
+    assert lines[0]["worker"] == "early"
+    assert len(file.read_text().splitlines()) == 3
+    assert caplog.messages == ["worker early joined", "something was wrong", "after it"]  # each once
+    assert (logger.handlers, logger.propagate) == (handlers, True)
+
+
+def test_an_unwritable_log_file(tmp_path: Path) -> None:
+    with log_kept() as keep, pytest.raises(StorageError):
+        keep(tmp_path)

@@ -36,6 +36,7 @@ from fedloom.federation.cohort import Summing
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
+from fedloom.federation.transport import ModelKeeper
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -245,13 +246,15 @@ def client_side(
     signing: Signing = NO_SIGNING,
     revealed: object = None,
     only_sums: bool = False,
+    models: ModelKeeper | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
-    reveal, None in a simulation. ``only_sums`` refuses secure sums with fewer neighbours than by default.
+    reveal, None in a simulation. ``only_sums`` refuses secure sums with fewer neighbours than by default. ``models``
+    keeps the clients' models.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -288,6 +291,7 @@ def client_side(
         if parts.summation is None
         else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
         examples=ExamplePrivacy.of(e.federation.privacy),
+        models=models,
     )
     return ClientSide(
         algorithm,

@@ -183,7 +183,8 @@ class WorkerOptions:
             "runtime.device (cpu, cuda), runtime.threads (as many as the aggregator's; 1), runtime.clients_at_once "
             "(vectorized together; 1), bandwidth (limit on network traffic: 10Mbit/s each way, or 2Mbit/s,20Mbit/s up "
             "and down), class_counts (true: send the aggregator the clients' numbers of training examples per class), "
-            "log (file for the log as JSON lines); repeatable.",
+            "model_format (of the models that --out keeps: .safetensors, .pt2, .onnx, .peft), log (file for the log as "
+            "JSON lines); repeatable.",
             flag="--set",
             metavar="KEY=VALUE",
         ),
@@ -203,6 +204,14 @@ class WorkerOptions:
             "Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; every worker must be able to "
             "access it. With --data and secure aggregation, a folder also keeps the record of revealed sums.",
             metavar="DIR|URL",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        Option(
+            "Keep each client's model in this folder, of the last evaluated round and of the best one, as files that "
+            "need no FedLoom.",
+            metavar="DIR",
         ),
     ] = None
     only_sums: Annotated[

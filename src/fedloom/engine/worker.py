@@ -15,6 +15,7 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.address import split_address
 from fedloom.core.files import storing
+from fedloom.core.plugins import capability
 from fedloom.core.urls import is_url
 from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
@@ -27,6 +28,7 @@ from fedloom.errors import DataError, ExperimentError, RefusedError, argument, s
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
 from fedloom.federation.roster import Member
+from fedloom.federation.standing import Standing
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
@@ -60,6 +62,9 @@ class Worker:
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
         self._revealed: object = None  # kept across aggregators in this process
+        self._models: Any = None
+        if options.out is not None:
+            self._models = capability("kept-models", argument("out"))(options.out, settings.model_format)
         self._introduction = Introduction(
             worker=name,
             clients=self._provider.clients,
@@ -72,10 +77,11 @@ class Worker:
         """Serve until the run is over or ``stop`` is set; return whether the run is over.
 
         Raise DataError if the clients' data do not match the aggregator's run; RefusedError if the aggregator refuses
-        the worker; AbandonedError if the aggregator is unreachable for too long.
+        the worker; AbandonedError if the aggregator is unreachable for too long; StorageError if a model could not be
+        written.
         """
         gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
-        return serve(
+        over = serve(
             self._aggregator,
             self._introduction,
             make_session=self._session,
@@ -83,7 +89,16 @@ class Worker:
             reconnect_s=self._options.reconnect_s,
             credentials=self._credentials,
             bandwidth=self._bandwidth,
+            told=self._told,
         )
+        if self._models is not None:
+            self._models.end()
+        return over
+
+    def _told(self, standing: Standing) -> None:
+        """Take note of the federation's standing, in the connection's thread."""
+        if self._models is not None:
+            self._models.told(standing)
 
     def _session(self, joined: Joined) -> Session:
         about = _described(joined.experiment)
@@ -103,6 +118,8 @@ class Worker:
         dataset = self._provider.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts, _digests(about), "the aggregator's model")
+        if self._models is not None:
+            self._models.begin(parts)
         return assemble.client_side(
             parts,
             dataset,
@@ -112,6 +129,7 @@ class Worker:
             signing=signing,
             revealed=revealed,
             only_sums=options.only_sums,
+            models=self._models,
         )
 
     def _remembered(self) -> object:

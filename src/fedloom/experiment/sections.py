@@ -398,6 +398,7 @@ class WorkerSettings(Section):
     runtime: WorkerRuntime = WorkerRuntime()
     bandwidth: str | None = Field(default=None, description="Limit on network traffic; null: none.")
     class_counts: bool = Field(default=False, description="Send the aggregator the clients' class counts.")
+    model_format: str = Field(default=".safetensors", description="Format of the models that the worker keeps.")
     log: str | None = Field(default=None, description="File for the log, as JSON lines.")
 
 

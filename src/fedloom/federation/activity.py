@@ -245,6 +245,8 @@ class Activity:
     client_steps_per_s: float | None = None
     measured: LastEvaluation | None = None
     """Last evaluation."""
+    best_round: int | None = None
+    """Evaluated round with the best result on validation examples; None before the first."""
     train_loss: float | None = None
     """Training loss of the last round, if the method has one."""
     totals: Totals = Totals()

@@ -28,6 +28,7 @@ from fedloom.federation.transport import (
     ConversationKey,
     Lost,
     MissingConversation,
+    ModelKeeper,
     Refusals,
     Traffic,
 )
@@ -38,8 +39,6 @@ from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runs.journal import Version
 
 _log = logging.getLogger(__name__)
-
-
 _CPU = torch.device("cpu")
 
 
@@ -83,6 +82,8 @@ class ClientConfig:
     """Answers held back so that the aggregator learns only their sums; None if it receives every answer."""
     examples: ExamplePrivacy | None = None
     """Differential privacy of examples in training rounds."""
+    models: ModelKeeper | None = None
+    """Keeper of the clients' models; None: they are not kept."""
     purpose: str = EVALUATE
     """Purpose of conversations outside training, which may be followed by a number of local steps."""
 
@@ -431,6 +432,8 @@ class ClientSide:
         except StopIteration as end:
             if end.value is None:
                 raise RuntimeError("the conversation is over; nothing answers this message") from None
+            if self._config.models is not None and opened.key.purpose == EVALUATE:
+                self._config.models.keep(opened.key.round, opened.group.clients, end.value)
             return self._conclude(end.value, opened.group)
 
 

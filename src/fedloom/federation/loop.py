@@ -133,7 +133,8 @@ class Loop(Evaluator):
         self.roster.restore(self.journal.members)
         self._index_roster()
         resumption.rewind(self.folder)
-        self.monitor.resume(self.round, resumption.last, self.checkpoints.written_at(self.round))
+        best_round = None if self.best is None else self.best.round
+        self.monitor.resume(self.round, resumption.last, self.checkpoints.written_at(self.round), best_round)
 
     def advance(self) -> None:
         """Run to the last round and leave a checkpoint for another loop to continue from; raises like :meth:`run`."""
@@ -370,7 +371,7 @@ class Loop(Evaluator):
             self.best = Best(self.round, score)
         self.folder.append("metrics.jsonl", line)
         self._evaluated = self.round
-        self.monitor.evaluated(line)
+        self.monitor.evaluated(line, None if self.best is None else self.best.round)
         self.observer.evaluated(line)
         return evaluation
 

@@ -51,6 +51,8 @@ class Monitor:
         self._phase_began = time.monotonic()
         self._stopping = False
         self._last_round: Callable[[str], int | None] = lambda client: None
+        self.tell_members: Callable[[], None] = lambda: None
+        """Sends the members the standing of the federation, before anything that is sent to them later."""
         self._roster: Mapping[str, ClientEntry] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # seconds and client steps of rounds
         self._exchanges: Counter[str] = Counter()  # seconds
@@ -113,13 +115,16 @@ class Monitor:
         """Set the function that returns the last round that counted a client; any thread may call it."""
         self._last_round = last_round
 
-    def resume(self, round: int, line: Mapping[str, Any] | None, durable_at: float | None) -> None:
-        """Resume after a round, given the last line of its metrics and the time of its checkpoint."""
+    def resume(
+        self, round: int, line: Mapping[str, Any] | None, durable_at: float | None, best_round: int | None = None
+    ) -> None:
+        """Resume after a round, given the last line of its metrics, the time of its checkpoint, and the best round."""
         self._update(
             round=round,
             measured=None if line is None else LastEvaluation.from_line(line),
             durable_round=None if durable_at is None else round,
             durable_at=durable_at,
+            best_round=best_round,
             privacy=None if line is None else PrivacySpent.from_line(line),
         )
 
@@ -153,9 +158,10 @@ class Monitor:
         with self._lock:
             self._state = replace(self._state, doing=None, attempt=None, round=round)
 
-    def evaluated(self, line: Mapping[str, Any]) -> None:
-        """Record the evaluation in a line of ``metrics.jsonl``."""
-        self._update(measured=LastEvaluation.from_line(line))
+    def evaluated(self, line: Mapping[str, Any], best_round: int | None = None) -> None:
+        """Record the evaluation in a line of ``metrics.jsonl``, and the best round so far; tell the members."""
+        self._update(measured=LastEvaluation.from_line(line), best_round=best_round)
+        self.tell_members()
 
     def spent(self, privacy: PrivacySpent) -> None:
         """Record the privacy that training has spent so far."""

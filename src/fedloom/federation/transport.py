@@ -17,6 +17,7 @@ from fedloom.data.federated import ClientData
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Shapes
+from fedloom.models.predictors import Predictors
 
 TRAIN, EVALUATE = "train", "evaluate"
 """Purposes of conversations."""
@@ -120,6 +121,13 @@ class Transport(Protocol):
 
     def close(self, key: ConversationKey) -> None:
         """End a conversation: the clients' coroutines receive GeneratorExit. Idempotent."""
+
+
+class ModelKeeper(Protocol):
+    """Keeper of the models that clients of this process get in evaluations."""
+
+    def keep(self, round: int, clients: Sequence[ClientData], models: Predictors) -> None:
+        """Keep the models of a group of clients after a round; errors of storage are logged, not raised."""
 
 
 class AnswerHolder(Protocol):

@@ -44,7 +44,7 @@ class ModelCard:
     Attributes
     ----------
     run, round, digest
-        Run, its durable round, and sha256 of that round's checkpoint.
+        Run, its round, and sha256 of that round's checkpoint; empty if it is not known, as in a worker.
     algorithm, predictor
         Method, and which of its predictors this is.
     model
@@ -325,7 +325,8 @@ class PersonalModel(nn.Module):
 
     def _origin(self) -> str:
         c = self.card
-        return f"run {c.run}, round {c.round} ({c.digest[:12]}), {c.algorithm}"
+        checkpoint = f" ({c.digest[:12]})" if c.digest else ""
+        return f"run {c.run}, round {c.round}{checkpoint}, {c.algorithm}"
 
     def _usage(self) -> list[str]:
         """Return sentences on inputs, outputs and the privacy of training."""

@@ -7,8 +7,9 @@ import dataclasses
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fedloom.core.memory import keep_freed_memory
 from fedloom.core.urls import is_url
@@ -38,15 +39,15 @@ def about(parts: RunContext, folder: RunFolder | None = None) -> About:
     It states the privacy of the training if the run in ``folder`` has finished.
     """
     claim = None if folder is None else (folder.json_or_none(SUMMARY) or {}).get("training_privacy")
-    problem = Problem(
-        parts.manifest.dataset,
-        dataclasses.replace(parts.manifest.spec, targets=parts.setup.targets),
-        parts.setup.clients,
-        digests_of_run(parts),
-        TrainedPrivately.of(claim),
-    )
-    e = parts.experiment
+    e, problem = parts.experiment, problem_of(parts, claim)
     return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), problem.to_json())
+
+
+def problem_of(parts: RunContext, claim: Mapping[str, Any] | None = None) -> Problem:
+    """Return the problem of a run, with the claim of its training's privacy if it has finished."""
+    spec = dataclasses.replace(parts.manifest.spec, targets=parts.setup.targets)
+    guarantee = TrainedPrivately.of(claim)
+    return Problem(parts.manifest.dataset, spec, parts.setup.clients, digests_of_run(parts), guarantee)
 
 
 class DurableRounds:

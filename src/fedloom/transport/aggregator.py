@@ -24,6 +24,7 @@ from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity
 from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.silence import Silence
+from fedloom.federation.standing import Standing
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
@@ -40,12 +41,14 @@ from fedloom.transport.limits import RateLimitFilter, connections
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.server import SERVER_OPTIONS, listening
 from fedloom.transport.stream import METHOD, MODELS, SERVICE
+from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_streams import Admission, ByteCount, WorkerStreams
 
 log = logging.getLogger("fedloom.transport.aggregator")
 log.addFilter(RateLimitFilter())
 
 ROWS_EVERY_S = 0.25  # how often to look for rows that show no sign of progress
+STANDING_EVERY_S = 5.0  # the shortest time between two changes of the standing that members are sent
 CONNECTIONS_EVERY_S = 5.0  # how often to check whether the connection limit is reached
 ALIVE_S = 5.0  # how often a waiting exchange checks that the event loop is alive
 
@@ -116,9 +119,11 @@ class Aggregator:
         self._connected = ConnectedWorkers(run.clients)
         self._dispatcher = Dispatcher(run, self._publish, self._report)
         admission = Admission(run, self._connected.index, self._dispatcher)
-        self._streams = WorkerStreams(run, admission, self._dispatcher, self._traffic, self._connected.learned)
+        self._streams = WorkerStreams(run, admission, self._dispatcher, self._traffic, self._entered)
         is_open = run.presence is not None
         self._status = LiveStatus(self._monitor, self._dispatcher, self._connected, self._traffic, is_open)
+        self._told: Standing | None = None  # what the members were sent last
+        self._monitor.tell_members = self.tell_members
 
     # ---- used by the round loop, in its own thread
 
@@ -175,6 +180,10 @@ class Aggregator:
             True if workers of an earlier aggregator process may connect.
         """
         self._connected.drain(resumed)
+
+    def tell_members(self) -> None:
+        """Send the standing of the federation to the workers, before anything that is sent to them later."""
+        self._post(self._tell_members)
 
     def stop(self, finished: bool = False) -> None:
         """Shut down the workers, end all streams and free the port. Idempotent."""
@@ -306,7 +315,8 @@ class Aggregator:
         at = await listening(address, services, protection, self._audit, options, self._report, self._health)
         started.set_result(at.address)
         log.debug("serving on %s", at.address)
-        watching = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
+        watchers = self._watch_connections(), self._watch_rows(), self._watch_standing()
+        watching = [asyncio.create_task(watcher) for watcher in watchers]
         await self._stopping.wait()
         for task in watching:
             task.cancel()
@@ -333,7 +343,29 @@ class Aggregator:
             services[MODELS] = self._models.handlers
         return services
 
+    def _entered(self, name: str) -> None:
+        """Send a worker that has joined the standing of the federation."""
+        self._connected.learned(name)
+        for link in self._dispatcher.links():
+            if link.name == name:
+                link.outbox.put_part(Standing, _standing_part(Standing.from_activity(self._status.activity())))
+
+    def _tell_members(self) -> None:
+        """Send the standing of the federation to the connected workers if it has changed."""
+        now = Standing.from_activity(self._status.activity())
+        if now != self._told:
+            self._told, part = now, _standing_part(now)
+            for link in self._dispatcher.links():
+                link.outbox.put_part(Standing, part)
+
+    async def _watch_standing(self) -> None:
+        """Tell the members periodically."""
+        while True:
+            await asyncio.sleep(STANDING_EVERY_S)
+            self._tell_members()
+
     def _dismiss(self, finished: bool) -> None:
+        self._tell_members()
         self._connected.end()
         if self._run.presence is not None:
             self._run.presence.end()
@@ -373,6 +405,10 @@ class Aggregator:
             self._notices.say(text)
         if self._say is not None:
             self._say(text)
+
+
+def _standing_part(standing: Standing) -> wire.AggregatorPart:
+    return wire.AggregatorPart(standing=wire.Standing(standing=standing.to_json()))
 
 
 def _check_sendable(call: Call) -> None:

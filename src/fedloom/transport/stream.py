@@ -34,7 +34,7 @@ from fedloom.transport.frames import (
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.wire import personalization_pb2 as personalization
 
-PROTOCOL = 8
+PROTOCOL = 9
 LAST_BACKOFF_S = 5.0  # the longest that a worker waits before it reconnects
 HEARTBEAT_S = 15.0  # idle time after which a heartbeat is sent: proxies end idle streams
 SILENCE_S = 90.0  # a stream without frames for this long is considered dead

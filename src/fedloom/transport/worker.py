@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fedloom.core import tracing
+from fedloom.federation.standing import Standing
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
@@ -62,6 +63,7 @@ def serve(
     reconnect_s: float = 60.0,
     credentials: Credentials | None = None,
     bandwidth: Bandwidth | None = None,
+    told: Callable[[Standing], None] = lambda standing: None,
 ) -> bool:
     """Serve clients until the run is over or ``stop`` is set; return whether the run is over.
 
@@ -82,6 +84,8 @@ def serve(
         Credentials to connect with; without them, the connection is plaintext and anonymous.
     bandwidth
         Bandwidth limit; None for no limit.
+    told
+        Called, in another thread, with the standing of the federation on joining and after changes.
 
     Raises
     ------
@@ -98,7 +102,7 @@ def serve(
     Exception
         Any other error that ended the stream's thread, such as lack of memory.
     """
-    connection = WorkerConnection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth)
+    connection = WorkerConnection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth, told)
     connection.start()
     try:
         return _work(connection, make_session, stop)

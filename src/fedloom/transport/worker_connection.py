@@ -16,6 +16,7 @@ import grpc
 
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
+from fedloom.federation.standing import Standing
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
@@ -81,6 +82,7 @@ class WorkerConnection:
         reconnect_s: float,
         credentials: Credentials,
         bandwidth: Bandwidth | None,
+        told: Callable[[Standing], None] = lambda standing: None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
         """Events for the session's thread; an error ends the worker."""
@@ -89,6 +91,7 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
+        self._told = told  # called with the standing of the federation, in the event loop's thread
         self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
@@ -354,6 +357,12 @@ class WorkerConnection:
                 log.warning("the aggregator refused a reply: %s", printable(part.reason, REASON_CHARACTERS))
             case "refused":
                 raise refusal_error(self._address, part)
+            case "standing":
+                try:
+                    standing = Standing.parse(part.standing)
+                except ValueError as error:
+                    raise WireError(Refusal.GARBAGE, "a standing that cannot be read") from error
+                self._told(standing)
             case "heartbeat":
                 pass
             case other:

@@ -301,6 +301,12 @@ class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Standing(_message.Message):
+    __slots__ = ("standing",)
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    standing: str
+    def __init__(self, standing: _Optional[str] = ...) -> None: ...
+
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -340,7 +346,7 @@ class AggregatorFrame(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[AggregatorPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class AggregatorPart(_message.Message):
-    __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye", "again", "heartbeat")
+    __slots__ = ("welcome", "refused", "begin", "chunk", "end", "close", "transfer_refused", "goodbye", "again", "heartbeat", "standing")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +357,7 @@ class AggregatorPart(_message.Message):
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     begin: Begin
@@ -361,4 +368,5 @@ class AggregatorPart(_message.Message):
     goodbye: Goodbye
     again: Again
     heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., again: _Optional[_Union[Again, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    standing: Standing
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., again: _Optional[_Union[Again, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
