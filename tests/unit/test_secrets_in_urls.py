@@ -81,6 +81,7 @@ def test_settings_refuse_a_password_without_showing_it(use: Callable[[str], obje
     assert "ter2" not in str(refused.value)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_bug_in_a_task_of_a_pipeline_shows_no_password() -> None:
     code = f"from fedloom.kubeflow.steps import step\ndef task(): raise ValueError('{SECRET}')\nstep(task)()"
     done = subprocess.run(python("-c", code), capture_output=True, text=True, timeout=120)
