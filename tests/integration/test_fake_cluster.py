@@ -161,7 +161,7 @@ def test_a_service_routes_to_ready_pods(cluster: Cluster) -> None:
 
         until(answered, "the web server answers", 60)
     asking = f"import urllib.request as u; print(u.urlopen('http://web.{NS}.svc/here', timeout=9).read())"
-    cluster.job("ask", "", command=[sys.executable, "-c", asking])
+    cluster.job("ask", f'exec {sys.executable} -c "{asking}"')
     assert last(cluster.ended("ask"))[0] == "Complete"
     assert cluster.core.read_namespaced_pod_log(cluster.pods("ask")[0].metadata.name, NS) == "b'hello\\n'\n"
 

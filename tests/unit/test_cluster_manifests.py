@@ -166,10 +166,8 @@ def test_pods_have_no_token_no_root_and_only_two_writable_empty_folders(federati
 
 
 def test_credentials_are_only_referenced() -> None:
-    for federation, keys in (
-        (PLAIN, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")),
-        (FULL, ("accesskey", "secretkey")),
-    ):
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    for federation, keys in ((PLAIN, names), (FULL, ("accesskey", "secretkey"))):
         for job in (aggregator_job(federation), worker_job(federation)):
             found = environment(job)
             secret = federation.settings.storage_secret
@@ -178,9 +176,14 @@ def test_credentials_are_only_referenced() -> None:
             assert found["FEDLOOM_S3_ENDPOINT"] == "http://s3:8333"
 
 
+def changed(**settings: Any) -> FederationSpec:
+    """Return the plain federation with some settings changed."""
+    made = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), **settings})
+    return dataclasses.replace(PLAIN, settings=made)
+
+
 def test_workers_have_a_secret_of_their_own() -> None:
-    settings = PLAIN.settings.model_copy(update={"worker_secret": "workers"})
-    federation = dataclasses.replace(PLAIN, settings=settings)
+    federation = changed(worker_secret="workers")
     for job, secret in ((aggregator_job(federation), "store"), (worker_job(federation), "workers")):
         names = {value["secretKeyRef"]["name"] for value in environment(job).values() if isinstance(value, dict)}
         assert names == {secret}
@@ -203,8 +206,7 @@ def test_pods_mount_the_claims_of_their_storage() -> None:
 
 def test_only_the_aggregator_gets_trackers() -> None:
     own = {"env": {"FEDLOOM_TRACK": "wandb", "HOME": "/elsewhere"}, "env_secrets": ("tracker",)}
-    settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "aggregator": own})
-    federation = dataclasses.replace(PLAIN, settings=settings)
+    federation = changed(aggregator=own)
     kubernetes_schemas.check(aggregator_job(federation))
     reported, alone = aggregator_job(federation), worker_job(federation)
     assert environment(reported)["FEDLOOM_TRACK"] == "wandb"
@@ -216,9 +218,8 @@ def test_only_the_aggregator_gets_trackers() -> None:
 
 
 def test_a_token_comes_from_a_secret() -> None:
-    settings = PLAIN.settings.model_copy(update={"token_secret": "federation"})
     for job in (aggregator_job, worker_job):
-        found = job(dataclasses.replace(PLAIN, settings=settings))
+        found = job(changed(token_secret="federation"))
         assert environment(found)["FEDLOOM_TOKEN"] == {"secretKeyRef": {"name": "federation", "key": "token"}}
         assert "--insecure" in container(found)["args"]
         assert "FEDLOOM_TOKEN" not in environment(job(PLAIN))
@@ -292,9 +293,7 @@ def test_gpus_and_settings_of_the_task_apply_to_workers() -> None:
 def test_workers_are_spread_and_a_constraint_selects_only_them(
     reported: list[dict[str, Any]] | None, made: Any
 ) -> None:
-    spread = None if reported is None else tuple(reported)
-    settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "topology_spread": spread})
-    job = worker_job(dataclasses.replace(PLAIN, settings=settings))
+    job = worker_job(changed(topology_spread=None if reported is None else tuple(reported)))
     kubernetes_schemas.check(job)
     template = job["spec"]["template"]
     found = template["spec"].get("topologySpreadConstraints")
@@ -302,11 +301,8 @@ def test_workers_are_spread_and_a_constraint_selects_only_them(
         assert found is None
         return
     for constraint, (key, skew, otherwise, selector) in zip(found, made, strict=True):
-        assert (constraint["topologyKey"], constraint["maxSkew"], constraint["whenUnsatisfiable"]) == (
-            key,
-            skew,
-            otherwise,
-        )
+        found_here = [constraint[name] for name in ("topologyKey", "maxSkew", "whenUnsatisfiable")]
+        assert found_here == [key, skew, otherwise]
         if selector == "ours":
             chosen = constraint["labelSelector"]["matchLabels"].items()
             assert chosen <= template["metadata"]["labels"].items()

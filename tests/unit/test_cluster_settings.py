@@ -30,17 +30,12 @@ def test_settings_survive_json() -> None:
     assert settings.gpu.resource == "nvidia.com/gpu"
 
 
-@pytest.mark.parametrize(
-    "image", ["fedloom:0.1.0", "localhost:5000/a/fedloom:1", "ghcr.io/a/b@sha256:" + 64 * "0", "a:latest@sha256:00"]
-)
-def test_immutable_images(image: str) -> None:
-    assert check_image(image) == image
-
-
-@pytest.mark.parametrize("image", ["", "fedloom", "fedloom:latest", "localhost:5000/fedloom", "a b:1", ":1@"])
-def test_mutable_images_are_rejected(image: str) -> None:
-    with pytest.raises(ValueError, match="latest"):
-        check_image(image)
+def test_mutable_images_are_rejected() -> None:
+    for image in ("fedloom:0.1.0", "localhost:5000/a/fedloom:1", f"ghcr.io/a/b@sha256:{64 * '0'}", "a:latest@sha256:0"):
+        assert check_image(image) == image
+    for image in ("", "fedloom", "fedloom:latest", "localhost:5000/fedloom", "a b:1", ":1@"):
+        with pytest.raises(ValueError, match="latest"):
+            check_image(image)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +81,6 @@ def test_the_page_of_keys_matches_the_code() -> None:
     assert (docs / "cluster-keys.md").read_text(encoding="utf-8") == made, "run: make docs"
 
 
-@pytest.mark.parametrize(
-    ("resource", "expected"),
-    [
-        ("nvidia.com/gpu", True),
-        ("nvidia.com/gpu.shared", True),
-        ("nvidia.com/mig-1g.10gb", True),
-        ("amd.com/gpu", True),
-        ("aliyun.com/gpu-mem", True),
-        ("rdma/hca", False),
-        ("memory", False),
-        ("gpu", False),
-    ],
-)
-def test_fractional_gpus_are_recognized(resource: str, expected: bool) -> None:
-    assert is_gpu(resource) is expected
+def test_fractional_gpus_are_recognized() -> None:
+    gpus = {"nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb", "amd.com/gpu", "aliyun.com/gpu-mem"}
+    assert {resource for resource in (*gpus, "rdma/hca", "memory", "gpu") if is_gpu(resource)} == gpus
