@@ -22,6 +22,7 @@ PARTS = {
     "cluster": ["cluster", "status", "name"],
     "kubeflow": ["pipeline", "compile", "federated_training"],
     "ledger": ["privacy", "experiment.yaml", "--epsilon", "1"],
+    "member": ["member", "show"],
     "reporting": ["report", "run"],
     "serving": ["personalize", "run", "--out", "models"],
     "sums": ["run", "experiment.yaml", "--set", "federation.secure_aggregation={}", "--out", "summed"],

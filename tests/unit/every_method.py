@@ -10,6 +10,7 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, problem
 
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.federated import ClientData
+from fedloom.federation.progress import Saves
 from fedloom.models.flat import FlatModel
 from fedloom.models.networks import MLP, BatchNormConvNet
 from fedloom.privacy.examples import ExamplePrivacy
@@ -51,6 +52,8 @@ def made(
     at_once: int = 1,
     cohort: int | None = None,
     examples: ExamplePrivacy | None = None,
+    saves: Saves | None = None,
+    checkpoint_every_s: float = 1e9,
     **settings: Any,
 ) -> Federation:
     """Return a federation for one round by default, by METHODS and settings, with a plain model if possible."""
@@ -63,7 +66,7 @@ def made(
     rounds = rounds if method.trains else 0
     return federation(
         folder, method, s, problem, data, rounds=rounds, unseen=unseen, evaluation_cohort=2, at_once=at_once,
-        cohort=cohort, examples=examples,
+        cohort=cohort, examples=examples, saves=saves, checkpoint_every_s=checkpoint_every_s,
     )  # fmt: skip
 
 

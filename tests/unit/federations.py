@@ -32,6 +32,7 @@ from fedloom.federation.evaluator import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.loop import Loop, vocabulary
 from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.private_sums import PrivateSums
+from fedloom.federation.progress import Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
@@ -308,6 +309,7 @@ def federation(
     held: HeldAnswers | None = None,
     examples: ExamplePrivacy | None = None,
     private_sums: PrivateSums | None = None,
+    saves: Saves | None = None,
 ) -> Federation:
     """The real loop over the in-process transport, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
@@ -337,7 +339,9 @@ def federation(
             vocabulary(algorithm),
             load or by_id.__getitem__,
             conclude,
-            ClientConfig(seed, clients_at_once=at_once, start_afresh=start_afresh, held=held, examples=examples),
+            ClientConfig(
+                seed, clients_at_once=at_once, start_afresh=start_afresh, held=held, examples=examples, saves=saves
+            ),
             states=States(states or open_store(made.states)) if half.stateful else None,
         ),
         problem.dtype,

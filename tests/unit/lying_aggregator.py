@@ -32,6 +32,8 @@ from fedloom.federation.cohort import RoundConfig, TooFewReplies
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, MissingConversation, Refusals, Traffic
+from fedloom.member.guard import PolicyEnforcer
+from fedloom.member.policy import only_sums_policy
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.models.networks import MLP
 from fedloom.privacy.settings import SecureAggregation
@@ -192,7 +194,9 @@ def federation(
     for name in everyone:
         signing = Signing(KeySigner(keys[name]), register)
         revealed = RevealedSums() if records is None or name in invented else records[name]
-        held = HeldAnswers(given[name], signing, name.encode() * 16, revealed, "run", only_sums=True)
+        held = HeldAnswers(
+            given[name], signing, name.encode() * 16, revealed, "run", guard=PolicyEnforcer(only_sums_policy())
+        )
         data = client(name, 40)
         members[name] = ClientSide(
             clients(Settings(), setup(MLP(IMAGE, [5], 3))),

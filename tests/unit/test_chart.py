@@ -468,6 +468,20 @@ def test_mounts_of_secrets_and_settings_are_read_only_and_minimal(scenario: str)
                     assert volume["secret"]["defaultMode"] == 0o440
 
 
+@pytest.mark.parametrize("existing", [False, True])
+def test_workers_have_their_members_policy(existing: bool) -> None:
+    policy = {"configMap": {"name": "mine", "key": "policy.yaml"}} if existing else {"values": {"only_sums": True}}
+    rendered = helm.rendered("member", {"workers.policy": policy})
+    ((_, pod),) = [(name, pod) for name, pod in helm.pods(rendered) if "worker" in name]
+    (container,) = pod["containers"]
+    assert "--policy=/etc/fedloom/policy/policy.yaml" in container["args"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "policy"]
+    assert mount == {"name": "policy", "mountPath": "/etc/fedloom/policy", "readOnly": True}
+    (volume,) = [volume["configMap"] for volume in pod["volumes"] if volume["name"] == "policy"]
+    made = {each["metadata"]["name"]: each["data"] for each in of_kind(rendered, "ConfigMap")}
+    assert volume == {"name": "mine"} if existing else yaml.safe_load(made[volume["name"]]["policy.yaml"])["only_sums"]
+
+
 def test_signing_workers_have_their_key_and_the_register() -> None:
     signing = {"workers.signing": {"existingSecret": "signing", "key": "own.key"}, "workers.onlySums": True}
     text = helm.rendered("trial", {"experiment": {"configMap": {"name": "mine"}, "values": None}, **signing})

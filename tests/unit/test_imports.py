@@ -27,7 +27,7 @@ PARTS = {
     "experiment", "runs",
 }  # fmt: skip
 
-CAPABILITIES = {"audits", "ledger", "reporting", "serving", "tuning"}
+CAPABILITIES = {"audits", "ledger", "member", "reporting", "serving", "tuning"}
 """Optional rooms that Python users and the command line reach."""
 
 ARROWS: dict[str, set[str]] = {
@@ -51,6 +51,18 @@ ARROWS: dict[str, set[str]] = {
     "reporting": {"models", "data", "experiment", "evaluation", "runs", "federation", "engine"},
     "engine": {*PARTS, "privacy"},
     "ledger": {*PARTS, "privacy", "engine"},
+    "member": {
+        "data",
+        "messages",
+        "models",
+        "algorithms",
+        "evaluation",
+        "experiment",
+        "federation",
+        "privacy",
+        "engine",
+        "ledger",
+    },
     "serving": {*PARTS, "privacy", "engine", "ledger"},
     "tuning": {"models", "storage", "experiment", "runs", "engine"},
     "audits": {*PARTS, "privacy", "attacks", "sums", "reporting", "engine"},

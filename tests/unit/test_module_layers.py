@@ -13,7 +13,7 @@ from test_module_model import of_clients, refused
 from torch import Tensor, nn
 
 from fedloom.algorithms.client import LocalTrainer, train
-from fedloom.algorithms.local_sgd import LocalSGD, local_step
+from fedloom.algorithms.local_sgd import LocalSGD, LocalStep
 from fedloom.core.draws import drawing_with
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.module import ModuleModel
@@ -300,7 +300,7 @@ def test_steps_with_shared_gradient_memory_equal_torchs(keys: dict[str, object])
     optimizer: torch.optim.Optimizer = torch.optim.SGD(theirs, lr=s.lr, momentum=0.9)
     if s.optimizer == "adam":
         optimizer = torch.optim.Adam(theirs, lr=s.lr)
-    step = local_step(w, s, s.lr, stacked=False, decay=True)
+    step = LocalStep(w, s, s.lr, stacked=False, decay=True)
     for _ in range(2):
         step(list(torch.autograd.grad(loss(*w), w)), None)
         optimizer.zero_grad()

@@ -35,6 +35,9 @@
 {{- if and $v.workers.data (or (ne $v.workers.kind "StatefulSet") (ne (int $v.workers.replicas) 1)) }}
 {{- $wrong = append $wrong (printf "workers.data: is set with workers.kind %s and workers.replicas %d; set StatefulSet and 1, because one worker serves a folder of clients, and two would refuse each other" $v.workers.kind (int $v.workers.replicas)) }}
 {{- end }}
+{{- if and $v.workers.policy.values $v.workers.policy.configMap.name }}
+{{- $wrong = append $wrong "workers.policy.configMap.name: workers.policy.values is set, too; set one of them" }}
+{{- end }}
 {{- if and $v.workers.data $v.workers.partition.url }}
 {{- $wrong = append $wrong "workers.data: workers.partition.url is set, too; set one of them" }}
 {{- end }}

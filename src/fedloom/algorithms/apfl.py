@@ -18,6 +18,7 @@ from torch import Tensor
 from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, adapt, laid_out
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
+from fedloom.algorithms.progress import LoopState
 from fedloom.models.flat import FlatModel
 
 
@@ -62,13 +63,14 @@ class AdaptivePersonalizedFL(FedAvg):
         """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and separately v_i and α_i."""
         ordered, decay = LongestFirst.of([s.local.count(len(c.train)) for c in group.clients]), 2 * s.local.lambda_theta
         local = LocalTrainer(model, group, mask_absent=s.local.mask_absent, members=ordered.order)
-        own, alpha = (ordered.rows(values) for values in kept(group, theta, s))  # line 3
+        own, alpha = (ordered.rows(values).clone() for values in kept(group, theta, s))  # line 3
         w, v = local.parameters(ordered.rows(theta)), local.parameters(own)
         w_i, v_i = list(w.values()), list(v.values())
         step_w, step_v = local.sgd(w_i, s.local), local.sgd(v_i, s.local, decay=False)
         losses: list[Tensor] = []
         mixed: list[Tensor] = []
-        for pieces in local.steps(s.local, ordered.counts, "train", shrinking=local.stacked):
+        state = LoopState(w, v, tensors=[alpha], histories=[losses, mixed], optimizers=[step_w, step_v])
+        for pieces in local.steps(s.local, ordered.counts, "train", state, shrinking=local.stacked):
             k = local.going(pieces[0])
             both = mixture(local, alpha[:k], local.first(v, k), local.first(w, k))
             gradients, loss = local.gradient(local.first(w, k), *pieces)
@@ -80,7 +82,7 @@ class AdaptivePersonalizedFL(FedAvg):
                 if s.adaptive and not losses:  # line 6: once a round, at its first batch
                     along = local.join(v) - local.join(w)
                     rise = (along * local.join_gradients(w, slope)).sum(1, keepdim=True)
-                    alpha = (alpha - s.local.rate(group.round) * rise).clamp(0, 1)
+                    alpha.copy_((alpha - s.local.rate(group.round) * rise).clamp(0, 1))
                 losses.append(local.padded(loss))
                 mixed.append(local.padded(loss_both))
                 step_w(gradients, None)  # line 7

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.progress import LoopState
 from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
@@ -26,6 +28,8 @@ PIECE = 512
 """Examples per piece when a loss covers all of a client's data."""
 
 _NO_DRAWS = nullcontext()
+
+_Drawn = TypeVar("_Drawn")
 
 
 def batches(n: int, size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -108,6 +112,8 @@ class TrainBatches:
         self.members = tuple(range(len(group)) if members is None else members)
         self.stacked = len(self.members) > 1
         self._model = model
+        self._augmenting: dict[str, torch.Generator] = {}  # of the iterators of batches, by purpose and client
+        self._saved: Mapping[str, Tensor] = {}  # state that the training continues from
         if self.stacked and model.predicts_by_batch:
             raise self._padded_batches()
         splits = [train_examples(group.clients[i], labelled=model.needs_labels) for i in self.members]
@@ -131,6 +137,7 @@ class TrainBatches:
         *,
         augmented: bool = True,
         shrinking: bool = False,
+        skip: int = 0,
     ) -> Iterator[Batch]:
         """Yield mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
 
@@ -139,24 +146,30 @@ class TrainBatches:
         to ``totals`` per client, by default 1, so that its loss is a mean. The run's augmentation changes the examples,
         unless the batches are not ``augmented`` because nothing trains on them. For noisy steps (:attr:`private`),
         ``size`` is the expected or fixed size of batches, each drawn from all examples, and the weights of a batch of
-        that size sum to ``totals``.
+        that size sum to ``totals``. The first ``skip`` batches are drawn and left out (:meth:`continued`).
 
         Raise ExperimentError if the model normalizes by the batch, and the batches of several clients differ in length.
         """
         if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
             raise self._padded_batches()
         draw = self._batches if self.private is None else self._private_batches
-        drawn, augment = draw(size, counts, purpose, totals, shrinking), self.group.augment
-        yield from drawn if augment is None or not augmented else self._augmented(augment, drawn, size, counts, purpose)
+        drawn, augment = draw(size, counts, purpose, totals, shrinking, skip), self.group.augment
+        if augment is not None and augmented:
+            drawn = self._augmented(augment, drawn, size, counts, purpose, skip)
+        yield from drawn
 
     def _augmented(
-        self, augment: Augmentation, drawn: Iterator[Batch], size: int, counts: Sequence[int], purpose: str
+        self, augment: Augmentation, drawn: Iterator[Batch], size: int, counts: Sequence[int], purpose: str, skip: int
     ) -> Iterator[Batch]:
         """Yield batches whose examples the augmentation has changed."""
         generator_of = self.group.generator if self.private is None else self.group.hidden
         generators = [generator_of(i, f"{purpose}/augment") for i in self.members]
+        for i, generator in zip(self.members, generators, strict=True):
+            if (state := self._saved.get(f"augment/{purpose}/{i}")) is not None:
+                generator.set_state(state)
+            self._augmenting[f"augment/{purpose}/{i}"] = generator
         lengths: list[int] = []
-        for t, batch in enumerate(drawn):
+        for t, batch in enumerate(drawn, skip):
             x = batch.x if self.stacked else batch.x[None]
             if not lengths or batch.each is not None:
                 lengths = [min(size, n) for n in self.sizes] if batch.each is None else _lengths(batch)
@@ -166,7 +179,7 @@ class TrainBatches:
             yield replace(batch, x=x if self.stacked else x[0])
 
     def _batches(
-        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool
+        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool, skip: int
     ) -> Iterator[Batch]:
         whole = [size >= n for n in self.sizes]
         generators = [self.group.generator(i, purpose, orders=w) for i, w in zip(self.members, whole, strict=True)]
@@ -174,13 +187,13 @@ class TrainBatches:
         each = [total / min(size, n) for total, n in zip(totals or [1] * len(counts), self.sizes, strict=True)]
         if not self.stacked:
             weight = self._weight(min(size, self.sizes[0]), each[0])
-            yield from (self._take(index, weight) for index in drawn[0])
+            yield from (self._take(index, weight) for index in islice(drawn[0], skip, None))
             return
         tables = [torch.stack(list(indices)) for indices in drawn]
         length = max(counts)
         table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
         remaining, k = torch.tensor(counts, device=self._device), len(counts)
-        for t in range(length):
+        for t in range(skip, length):
             if shrinking:
                 while counts[k - 1] <= t:
                     k -= 1
@@ -189,7 +202,7 @@ class TrainBatches:
                 yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
 
     def _private_batches(
-        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool
+        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool, skip: int
     ) -> Iterator[Batch]:
         """Yield batches as the privacy accountant assumes them: each drawn independently of those before it.
 
@@ -198,7 +211,7 @@ class TrainBatches:
         expected = [min(size, n) for n in self.sizes]
         each = [total / b for total, b in zip(totals or [1] * len(counts), expected, strict=True)]
         nothing = torch.arange(0)
-        for t in range(max(counts)):
+        for t in range(skip, max(counts)):
             going = [count > t for count in counts]
             k = sum(going) if shrinking else len(counts)
             drawn = [self._sample(j, expected[j], f"{purpose}/sample/{t}") if going[j] else nothing for j in range(k)]
@@ -228,21 +241,60 @@ class TrainBatches:
         return (u < expected / n).nonzero()[:, 0] if self.private.sampling == "poisson" else u.argsort()[:expected]
 
     def steps(
-        self, s: LocalSGD, counts: Sequence[int], purpose: str, *, shrinking: bool = False
+        self,
+        s: LocalSGD,
+        counts: Sequence[int],
+        purpose: str,
+        state: LoopState | None = None,
+        *,
+        shrinking: bool = False,
     ) -> Iterator[tuple[Batch, ...]]:
         """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all.
 
         A noisy step has one batch of ``accumulate`` times the size: its gradients are computed in pieces in any case.
+        With the ``state`` of the loop they are :meth:`continued`.
         """
-        n = s.accumulate
-        if self.private is not None:
-            drawn = self.batches(n * s.batch_size, counts, purpose, shrinking=shrinking)
-            return ((batch,) for batch in drawn)
-        if n == 1:
-            return ((batch,) for batch in self.batches(s.batch_size, counts, purpose, shrinking=shrinking))
-        totals = [1 / n] * len(counts)
-        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, totals, shrinking=shrinking)
-        return zip(*[drawn] * n, strict=True)
+        n, several = s.accumulate, self.private is None and s.accumulate > 1
+        size = s.batch_size if self.private is None else n * s.batch_size
+        each = [n * count for count in counts] if several else counts
+        totals = [1 / n] * len(counts) if several else None
+
+        def draw(done: int) -> Iterator[tuple[Batch, ...]]:
+            skip = done * n if several else done
+            drawn = self.batches(size, each, purpose, totals, shrinking=shrinking, skip=skip)
+            return zip(*[drawn] * n, strict=True) if several else ((batch,) for batch in drawn)
+
+        return draw(0) if state is None else self.continued(draw, state)
+
+    def continued(self, draw: Callable[[int], Iterator[_Drawn]], state: LoopState) -> Iterator[_Drawn]:
+        """Yield the batches of the steps that a local training has not made, from ``draw(steps made)``.
+
+        If the group has :attr:`~ClientGroup.progress`, the training continues from its last save, and is saved between
+        steps, when the next batches are asked for, and at its end.
+        """
+        # An audit sees every step, so its trainings start from the beginning.
+        progress = None if self.group.probe is not None else self.group.progress
+        training, done = self.group.next_training(), 0
+        self._augmenting = {}
+        saved = None if progress is None else progress.begin(training)
+        if saved is not None:
+            done, self._saved = int(saved["done"]), saved
+            state.restore(saved)
+            self.group.restore_draws(saved)
+
+        def keep(*, finished: bool) -> None:
+            if progress is not None and progress.is_due(finished=finished):
+                kept = {**state.read(finished=finished), **self.group.draws(), "done": torch.tensor(done)}
+                progress.save(training, kept | {name: made.get_state() for name, made in self._augmenting.items()})
+
+        for drawn in draw(done):
+            self._saved = {}
+            yield drawn
+            del drawn  # the next batch takes as much memory
+            done += 1
+            keep(finished=False)
+        keep(finished=True)
+        self._saved = {}
 
     def everything(self) -> list[Batch]:
         """Return all train data of each client, in pieces whose weights sum to 1; not for noisy steps."""

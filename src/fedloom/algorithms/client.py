@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fedloom.algorithms.batches import TrainBatches
 from fedloom.algorithms.client_group import Batch, ClientGroup
-from fedloom.algorithms.local_sgd import LocalSGD, LocalStep, first_rows, local_step
+from fedloom.algorithms.local_sgd import LocalSGD, LocalStep, first_rows
 from fedloom.algorithms.losses import clipped_sums, stacked_losses
+from fedloom.algorithms.progress import LoopState
 from fedloom.models.flat import FlatModel, Leaves, masked
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.privacy.gaussian_mechanism import on_grid
@@ -305,8 +306,8 @@ class LocalTrainer(TrainBatches):
     # Steps
 
     def sgd(self, w: list[Tensor], s: LocalSGD, *, decay: bool = True) -> LocalStep:
-        """Return the step of active clients, at the rate of the round (:func:`local_step`)."""
-        return local_step(w, s, s.rate(self.group.round), stacked=self.stacked, decay=decay)
+        """Return the step of active clients, at the rate of the round."""
+        return LocalStep(w, s, s.rate(self.group.round), stacked=self.stacked, decay=decay)
 
     def trained(
         self, theta: Tensor, losses: list[Tensor], counts: Sequence[int], key: str, lr: float, also: str = ""
@@ -389,14 +390,15 @@ def train(
     names = [name for name in w if name in chosen]
     leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
     changed = _corrected(local, correct, names, leaves, ordered)
-    step, losses = local.sgd(leaves, s), []
+    step, losses = local.sgd(leaves, s), list[Tensor]()
     last = partial(LocalTrainer, model, group, mask_absent=s.mask_absent, members=who[:1], at_home=at_home)
-    batches = local.steps(s, counts, purpose, shrinking=local.stacked)
+    state = LoopState(w, histories=[losses], optimizers=[step])
+    batches = local.steps(s, counts, purpose, state, shrinking=local.stacked)
     for gradients, loss in _gradients(local, w, names, batches, last):
         losses.append(local.padded(loss))
         step(changed(gradients), None)
         del gradients  # free them before the next ones are computed: they take as much memory as the model
-    del step, changed  # and the optimizer's state
+    del step, changed, state, batches  # and the optimizer's state
     w.buffers |= start
     return local.trained(local.join(w), losses, counts, key, s.lr).mapped(ordered.back)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.algorithms.progress import Progress
 from fedloom.core.draws import seed_from
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
@@ -76,6 +77,8 @@ class ClientGroup:
         Augmentation of training examples; None without.
     examples
         Differential privacy of examples: steps of training rounds are noisy then; None without.
+    progress
+        Saves of local training; None without.
 
     Attributes
     ----------
@@ -94,11 +97,14 @@ class ClientGroup:
         round: int | None = None,
         augment: Augmentation | None = None,
         examples: ExamplePrivacy | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.clients = tuple(clients)
         self.augment = augment
         self.examples = examples
         self.round = round
+        self.progress = progress
+        self._trainings = 0
         self.probe: StepProbe | None = None
         self._generator = generator
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
@@ -185,6 +191,26 @@ class ClientGroup:
         parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), about)
         key = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return np.frombuffer(shake_256(key).digest(8 * count), dtype="<u8")
+
+    def next_training(self) -> int:
+        """Return the number of the next local training of the conversation, from 0."""
+        self._trainings += 1
+        return self._trainings - 1
+
+    def draws(self) -> dict[str, Tensor]:
+        """Return the state of the streams and of what is counted, for :meth:`restore_draws`."""
+        streams = {f"stream/{i}/{purpose}": made.get_state() for (i, purpose), made in self._streams.items()}
+        return {**streams, "noisy_sums": torch.tensor(self._noisy_sums), "drew": torch.tensor(self.drew)}
+
+    def restore_draws(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue all streams from a saved state."""
+        for name, state in saved.items():
+            if name.startswith("stream/"):
+                _, i, purpose = name.split("/", 2)
+                self._streams[int(i), purpose] = torch.Generator()
+                self._streams[int(i), purpose].set_state(state)
+        self._noisy_sums = saved["noisy_sums"].tolist()
+        self.drew = [a or b for a, b in zip(self.drew, saved["drew"].tolist(), strict=True)]
 
     @property
     def new(self) -> list[int]:

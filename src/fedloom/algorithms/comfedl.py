@@ -22,6 +22,7 @@ from fedloom.algorithms.client import LocalTrainer, Parameters, adapt, laid_out,
 from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, SharedModelServer, Update, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
+from fedloom.algorithms.progress import LoopState
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, Sums, broadcast, rows
@@ -180,14 +181,20 @@ def loss_at_shared_model(model: FlatModel, theta: Tensor, clients: ClientGroup, 
 
 
 def paired_batches(
-    local: LocalTrainer, s: ComFedLSettings, counts: Sequence[int], *purposes: str, augmented: bool = True
+    local: LocalTrainer,
+    s: ComFedLSettings,
+    counts: Sequence[int],
+    *purposes: str,
+    augmented: bool = True,
+    skip: int = 0,
 ) -> Iterator[tuple[Batch, Batch]]:
     """Return the batches B and B̃ of each step (lines 8 and 10); B twice if there is no second batch."""
-    batches = local.batches(s.local.batch_size, counts, purposes[0], augmented=augmented)
+    batches = local.batches(s.local.batch_size, counts, purposes[0], augmented=augmented, skip=skip)
     if s.objective == "robust":
         return ((batch, batch) for batch in batches)
     outer_size = s.local.outer_batch_size or s.local.batch_size
-    return zip(batches, local.batches(outer_size, counts, purposes[1], augmented=augmented), strict=True)
+    outer = local.batches(outer_size, counts, purposes[1], augmented=augmented, skip=skip)
+    return zip(batches, outer, strict=True)
 
 
 def compositional_sgd(
@@ -210,8 +217,9 @@ def compositional_sgd(
     step, counts = local.sgd(leaves, s.local, decay=False), [s.local.count(n) for n in local.sizes]
     steps = torch.tensor(counts, device=theta.device)
     left, left_loss = torch.zeros_like(steps), torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
-    losses = []
-    for t, (batch, outer) in enumerate(paired_batches(local, s, counts, "train", "outer")):
+    losses: list[Tensor] = []
+    state = LoopState(w, tensors=[left, left_loss], histories=[losses], optimizers=[step])
+    for batch, outer in local.continued(lambda t: paired_batches(local, s, counts, "train", "outer", skip=t), state):
         loss = compose_loss(local, s, w, [batch], [outer])  # lines 9-11
         slope = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
         loss = loss.detach()
@@ -219,11 +227,12 @@ def compositional_sgd(
         with torch.no_grad():
             u = local.scaled(list(slope), factor)  # line 12
             u = [part + decay * leaf for part, leaf in zip(u, leaves, strict=True)] if decay else u
+        t = len(losses)
         losses.append(reported(loss))
         going = (t < steps) & (left == 0)
         finite = loss.isfinite() & factor.isfinite()
-        left = torch.where(going & ~finite, t + 1, left)
-        left_loss = torch.where(left == t + 1, losses[t], left_loss)
+        left.copy_(torch.where(going & ~finite, t + 1, left))
+        left_loss.copy_(torch.where(left == t + 1, losses[t], left_loss))
         step(u, going & finite)  # line 13
     change = local.join(w) - theta
     diverged = ~change.isfinite().all(1) & (left == 0)

@@ -21,6 +21,7 @@ from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, Update
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.progress import LoopState
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, broadcast, rows
@@ -87,13 +88,15 @@ class DRFAClient(FineTuningClient):
         s, start, moment = self.settings.local, opening.theta.expand(len(clients), -1), int(opening.moment)
         local = LocalTrainer(self.setup.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(start)
-        leaves, losses, noted = list(w.values()), [], start
+        leaves, losses, noted = list(w.values()), list[Tensor](), start.clone()
         step, counts = local.sgd(leaves, s), [s.steps] * len(clients)
-        for t, pieces in enumerate(local.steps(s, counts, "train"), start=1):
+        state = LoopState(w, tensors=[noted], histories=[losses], optimizers=[step])
+        for pieces in local.steps(s, counts, "train", state):
             gradients, loss = local.gradient(w, *pieces)
             losses.append(loss)
             step(gradients, None)
-            noted = local.join(w) if t == moment else noted
+            if len(losses) == moment:
+                noted.copy_(local.join(w))
         trained = local.trained(local.join(w), losses, counts, "local.lr", s.lr)
         yield NotedUpdate(trained.theta - start, trained.steps, trained.loss, noted - start)
         return None

@@ -22,6 +22,7 @@ from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
+from fedloom.algorithms.progress import LoopState
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, broadcast, rows
@@ -74,19 +75,21 @@ class FGDROClient(FineTuningClient):
         s, start = self.settings, opening.theta.expand(len(clients), -1)
         local = LocalTrainer(self.setup.model, clients, mask_absent=s.local.mask_absent)
         w = local.parameters(start)
-        leaves, losses, counts = list(w.values()), [], [s.local.steps] * len(clients)
+        leaves, losses, counts = list(w.values()), list[Tensor](), [s.local.steps] * len(clients)
         moments = [_leaves(local, moment.expand(len(clients), -1)) for moment in opening.moments]
         v = torch.ones(len(clients), dtype=torch.float64)
-        reference, none = opening.value.cpu().expand(len(clients)), torch.full_like(v, torch.nan)
+        reference, none = opening.value.cpu().expand(len(clients)).clone(), torch.full_like(v, torch.nan)
         u = clients.load_state("u", none[:, None])[:, 0].cpu()
-        for t, pieces in enumerate(local.steps(s.local, counts, "train")):
+        changed = [*(leaf for moment in moments for leaf in moment), u, v, reference]
+        state = LoopState(w, tensors=changed, histories=[losses])
+        for pieces in local.steps(s.local, counts, "train", state):
             gradients, loss = local.gradient(w, *pieces)
             losses.append(loss)
-            f, first = loss.double().cpu(), t == 0 and clients.round == 1
-            u = torch.where(u.isnan(), f, torch.lerp(u, f, s.beta_u))  # line 3
-            reference = u if first else reference
+            f, first = loss.double().cpu(), len(losses) == 1 and clients.round == 1
+            u.copy_(torch.where(u.isnan(), f, torch.lerp(u, f, s.beta_u)))  # line 3
+            reference.copy_(u if first else reference)
             weight = ((u - reference) / s.lambda_kl).exp()
-            v = torch.lerp(v, weight, s.beta_v)  # line 4
+            v.lerp_(weight, s.beta_v)  # line 4
             with torch.no_grad():
                 h = local.scaled(gradients, (weight / v).to(loss))  # line 5
                 if s.local.lambda_theta:

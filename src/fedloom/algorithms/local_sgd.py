@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
@@ -249,16 +249,6 @@ def adaptation_of(s: Any) -> LocalSGD:
     return found
 
 
-LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]
-"""Function ``(gradients, active) -> None``; see :func:`local_step`."""
-
-_Move: TypeAlias = Callable[[list[Tensor], bool], None]
-"""Step in place along gradients, one for each leaf.
-
-If the flag is set, SGD rounds lr · step before subtracting it, whereas torch rounds once. ComFedL, which passes the
-active clients of each step, has always done so, and its results stay the same to the bit.
-"""
-
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Defaults of Adam, as in torch."""
 
@@ -288,20 +278,43 @@ def first_rows(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     return tensors if whole else [tensor[: len(like[0])] for tensor in tensors]
 
 
-def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay: bool) -> LocalStep:
-    """Return ``(gradients, active) -> None``, a step of active clients in place, with a fresh optimizer.
+class _Optimizer(ABC):
+    """Moves parameters in place along gradients, one for each of them."""
 
-    A step adds the gradient of λ_θ's term if ``decay``, clips, and moves w by the optimizer at this rate; it may
+    def __init__(self, w: list[Tensor], s: LocalSGD, lr: float) -> None:
+        self.w, self.s, self.lr = w, s, lr
+        self.moments: list[list[Tensor]] = []
+        """Lists of tensors like the parameters; SGD's momentum from the first step on, or Adam's two moments."""
+        self.made = 0  # steps
+
+    @abstractmethod
+    def step(self, gradients: list[Tensor], rounded: bool) -> None:
+        """Make a step.
+
+        With ``rounded``, SGD rounds lr · step before subtracting it, whereas torch rounds once. ComFedL, which passes
+        the active clients of each step, has always done so, and its results stay the same to the bit.
+        """
+
+
+class LocalStep:
+    """Step ``(gradients, active) -> None`` of active clients in place, with an optimizer that is fresh at first.
+
+    A step adds the gradient of λ_θ's term if ``decay``, clips, and moves w by the optimizer at the rate ``lr``; it may
     overwrite the gradients. ``active`` is ``[g]`` bool; None for all clients. Gradients of only the first k clients
     move only these; later gradients must then be of at most k clients.
     """
-    move = _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
+
+    def __init__(self, w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay: bool) -> None:
+        self._w, self._s, self._stacked, self._decay = w, s, stacked, decay
+        self._optimizer = (_SGD if s.optimizer == "sgd" else _Adam)(w, s, lr)
 
     @torch.no_grad()
-    def step(gradients: list[Tensor], active: Tensor | None) -> None:
+    def __call__(self, gradients: list[Tensor], active: Tensor | None) -> None:
+        """Make a step."""
+        w, s, stacked = self._w, self._s, self._stacked
         if active is not None and not stacked and not active:
             return
-        if decay and s.lambda_theta:
+        if self._decay and s.lambda_theta:
             gradients = list(torch._foreach_add(gradients, first_rows(w, gradients), alpha=2 * s.lambda_theta))
         if s.clip is not None or s.clip_value is not None:
             gradients = _separate(gradients)
@@ -310,12 +323,25 @@ def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay:
         if s.clip_value is not None:
             clip_value(gradients, s.clip_value)
         before = [leaf.clone() for leaf in w] if active is not None and stacked else []
-        move(gradients, active is not None)
+        self._optimizer.step(gradients, active is not None)
         for leaf, old in zip(w, before, strict=False):
             # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
             leaf.copy_(torch.where(_per_client(active, leaf), leaf, old))  # type: ignore[arg-type]
 
-    return step
+    def memory(self) -> list[Tensor]:
+        """Return the optimizer's number of steps, and its moments, which later steps change in place."""
+        return [torch.tensor(self._optimizer.made), *(moment for list in self._optimizer.moments for moment in list)]
+
+    def remember(self, memory: Sequence[Tensor]) -> None:
+        """Continue from the :meth:`memory` of another optimizer of the same kind."""
+        if not memory:  # the training had finished
+            return
+        made, *moments = memory
+        self._optimizer.made, count = int(made), len(self._w)
+        self._optimizer.moments = [
+            [torch.empty_like(leaf).copy_(moment) for leaf, moment in zip(self._w, moments[i : i + count], strict=True)]
+            for i in range(0, len(moments), count)
+        ]
 
 
 def _separate(gradients: list[Tensor]) -> list[Tensor]:
@@ -337,46 +363,45 @@ def _per_client(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
-def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> _Move:
-    """Return the step of torch.optim.SGD."""
-    momentum: list[Tensor] = []
+class _SGD(_Optimizer):
+    """Steps of torch.optim.SGD."""
 
-    def step(gradients: list[Tensor], rounded: bool) -> None:
-        moved = first_rows(w, gradients)
+    def step(self, gradients: list[Tensor], rounded: bool) -> None:
+        s, moved = self.s, first_rows(self.w, gradients)
         if s.weight_decay:
             gradients = list(torch._foreach_add(gradients, moved, alpha=s.weight_decay))
         if s.momentum:
-            kept = first_rows(momentum, gradients)
-            if momentum:
+            if self.moments:
+                kept = first_rows(self.moments[0], gradients)
                 torch._foreach_mul_(kept, s.momentum)
                 torch._foreach_add_(kept, gradients)
             else:
-                momentum.extend(torch.empty_like(leaf).copy_(g) for leaf, g in zip(moved, gradients, strict=True))
-                kept = momentum
+                kept = [torch.empty_like(leaf).copy_(g) for leaf, g in zip(moved, gradients, strict=True)]
+                self.moments = [kept]
             gradients = list(torch._foreach_add(gradients, kept, alpha=s.momentum)) if s.nesterov else kept
         if rounded:
-            torch._foreach_sub_(moved, torch._foreach_mul(gradients, lr))
+            torch._foreach_sub_(moved, torch._foreach_mul(gradients, self.lr))
         else:
-            torch._foreach_add_(moved, gradients, alpha=-lr)
-
-    return step
+            torch._foreach_add_(moved, gradients, alpha=-self.lr)
 
 
-def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> _Move:
-    """Return the step of torch.optim.Adam, or of torch.optim.AdamW if the decay is decoupled from the gradient.
+class _Adam(_Optimizer):
+    """Steps of torch.optim.Adam, or of torch.optim.AdamW, whose decay is decoupled from the gradient.
 
     D. Kingma, J. Ba, Adam, ICLR 2015, arXiv 1412.6980, Algorithm 1; I. Loshchilov, F. Hutter, Decoupled weight decay
     regularization, ICLR 2019, arXiv 1711.05101, Algorithm 2.
     """
-    (beta1, beta2), eps = s.betas or BETAS, s.eps or EPS
-    everyone = w, *([torch.zeros_like(leaf) for leaf in w] for _ in range(2))
-    made = 0
 
-    def step(gradients: list[Tensor], rounded: bool) -> None:
-        nonlocal made
-        made += 1
-        w, first, second = (first_rows(tensors, gradients) for tensors in everyone)
-        if s.weight_decay and decoupled:
+    def __init__(self, w: list[Tensor], s: LocalSGD, lr: float) -> None:
+        super().__init__(w, s, lr)
+        self.moments = [[torch.zeros_like(leaf) for leaf in w] for _ in range(2)]
+
+    def step(self, gradients: list[Tensor], rounded: bool) -> None:
+        s, lr = self.s, self.lr
+        (beta1, beta2), eps = s.betas or BETAS, s.eps or EPS
+        self.made += 1
+        w, first, second = (first_rows(tensors, gradients) for tensors in (self.w, *self.moments))
+        if s.weight_decay and s.optimizer == "adamw":
             torch._foreach_mul_(w, 1 - lr * s.weight_decay)
         elif s.weight_decay:
             gradients = list(torch._foreach_add(gradients, w, alpha=s.weight_decay))
@@ -384,8 +409,6 @@ def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> _Move:
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
         scale = torch._foreach_sqrt(second)
-        torch._foreach_div_(scale, (1 - beta2**made) ** 0.5)
+        torch._foreach_div_(scale, (1 - beta2**self.made) ** 0.5)
         torch._foreach_add_(scale, eps)
-        torch._foreach_addcdiv_(w, first, scale, -lr / (1 - beta1**made))
-
-    return step
+        torch._foreach_addcdiv_(w, first, scale, -lr / (1 - beta1**self.made))

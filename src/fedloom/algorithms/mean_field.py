@@ -55,6 +55,10 @@ class MeanField:
         torch.log1p(e, out=self.sigma)
         e.div_(1 + e)
 
+    def tensors(self) -> list[Tensor]:
+        """Return everything that a step changes in place."""
+        return [self.mu, self.rho, self.sigma, self.slope]
+
     @property
     def v(self) -> Tensor:
         """Vector (μ, ρ), ``[..., 2, d]``."""
@@ -111,7 +115,12 @@ BETAS = (0.9, 0.99999)
 
 
 def by_ivon(
-    q: MeanField, w: MeanField, lr: float, zeta: float, betas: tuple[float, float]
+    q: MeanField,
+    w: MeanField,
+    lr: float,
+    zeta: float,
+    betas: tuple[float, float],
+    memory: list[Tensor] | None = None,
 ) -> Callable[[Tensor, Tensor], None]:
     """Return a function ``(∂/∂μ, ∂/∂σ) -> None`` that steps q in place, under the prior w, with fresh momentum.
 
@@ -119,16 +128,17 @@ def by_ivon(
     τ = h + δ = ζ/(n σ²), the new estimate h' = β₂h + (1 - β₂)ĥ + ½(1 - β₂)²(h - ĥ)²/τ is τ' = τ (1 + x + ½x²), x = (1 -
     β₂) σ G/ζ, which is positive for any x: the Hessian needs no memory other than σ. Then μ' = μ - lr (m/(1 - β₁ᵗ) +
     δ(μ - μ_w))/τ', where m is the momentum of the mean loss's gradient. Where the likelihood's derivatives are 0 and q
-    = w, both stay bitwise unchanged.
+    = w, both stay bitwise unchanged. ``memory`` gets the momentum and the number of steps.
     """
     beta1, beta2 = betas
-    momentum, made = torch.zeros_like(q.mu), 0
+    momentum, made = torch.zeros_like(q.mu), torch.tensor(0)
+    if memory is not None:
+        memory += [momentum, made]
 
     def step(d_mu: Tensor, d_sigma: Tensor) -> None:
-        nonlocal made
-        made += 1
+        made.add_(1)
         momentum.lerp_(d_mu, 1 - beta1)
-        d_mu = momentum / (1 - beta1**made)
+        d_mu = momentum / (1 - beta1 ** int(made))
         add_posterior_gradient(d_mu, d_sigma, q, w, zeta)
         x = d_sigma.mul_(q.sigma).mul_((1 - beta2) / zeta)
         sigma = q.sigma * (1 + x + x.square() / 2).rsqrt()

@@ -9,6 +9,7 @@ docs/algorithms/per-fedavg.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -19,6 +20,7 @@ from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Tr
 from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
+from fedloom.algorithms.progress import LoopState
 from fedloom.core.settings import Settings
 from fedloom.models.flat import FlatModel
 
@@ -126,11 +128,17 @@ class PerFedAvg(FedAvg):
         """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
         ordered = LongestFirst.of([s.local.count(len(client.train)) for client in group.clients])
         local = LocalTrainer(model, group, mask_absent=s.local.mask_absent, members=ordered.order)
-        w, counts, losses = local.parameters(ordered.rows(theta)), ordered.counts, []
+        w, counts, losses = local.parameters(ordered.rows(theta)), ordered.counts, list[Tensor]()
         step = local.sgd(list(w.values()), s.local)
         purposes = ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
-        drawn = [local.batches(s.local.batch_size, counts, name, shrinking=local.stacked) for name in purposes]
-        for outer, inner, *third in zip(*drawn, strict=True):
+
+        def draw(skip: int) -> Iterator[tuple[Batch, ...]]:
+            size, shrinking = s.local.batch_size, local.stacked
+            drawn = [local.batches(size, counts, name, shrinking=shrinking, skip=skip) for name in purposes]
+            return zip(*drawn, strict=True)
+
+        state = LoopState(w, histories=[losses], optimizers=[step])
+        for outer, inner, *third in local.continued(draw, state):
             gradients, loss = meta_gradient(local, local.first(w, local.going(outer)), s, inner, outer, *third)
             losses.append(local.padded(loss))
             step(gradients, None)  # line 7

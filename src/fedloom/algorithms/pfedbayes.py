@@ -10,7 +10,7 @@ measurements: docs/algorithms/pfedbayes.md.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Literal, Self, TypeAlias
@@ -38,6 +38,7 @@ from fedloom.algorithms.mean_field import (
     softplus,
 )
 from fedloom.algorithms.optimizers import adam_
+from fedloom.algorithms.progress import LoopState
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
@@ -160,10 +161,18 @@ class PFedBayesClient(base.ClientAlgorithm):
         s, local = self.settings, LocalTrainer(likelihood_of(self.setup.model), clients, members=members)
         noises = [clients.generator(i, f"{purpose}-noise") for i in members]
         moments = AdamMoments.none(q.v) if moments is None else moments
-        descend_q, descend_w = self._steps(local, q, w, moments)
-        losses = []
+        memory: list[Tensor] = [moments.of]
+        descend_q, descend_w = self._steps(local, q, w, moments, memory)
+        losses: list[Tensor] = []
         totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
-        for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
+        counts = [steps] * len(members)
+
+        def draw(skip: int) -> Iterator[Batch]:
+            return local.batches(s.batch_size, counts, purpose, totals, skip=skip)
+
+        changed = [*q.tensors(), *w.tensors(), *memory]
+        state = LoopState(tensors=changed, histories=[losses], generators=noises)
+        for batch in local.continued(draw, state):
             draws = [normals(q.mu, noises).mul_(s.noise) for _ in range(s.samples)]
             d_mu, d_sigma, loss, theta = sampled_derivatives(local, batch, q, draws)
             losses.append(loss)
@@ -174,11 +183,15 @@ class PFedBayesClient(base.ClientAlgorithm):
         moments.steps.add_(steps)
         steep = s.objective == "total" and s.optimizer == "gd"
         also = "objective: mean, whose steps do not grow with n, or optimizer: adam" if steep else ""
-        trained = local.trained(q.mu + q.rho, losses, [steps] * len(members), "lr_personal", s.lr_personal, also)
+        trained = local.trained(q.mu + q.rho, losses, counts, "lr_personal", s.lr_personal, also)
         return trained.loss / torch.tensor(local.sizes)[:, None]
 
-    def _steps(self, local: LocalTrainer, q: MeanField, w: MeanField, moments: AdamMoments) -> tuple[Step, Step]:
+    def _steps(
+        self, local: LocalTrainer, q: MeanField, w: MeanField, moments: AdamMoments, memory: list[Tensor]
+    ) -> tuple[Step, Step]:
         """Return the steps of q, along derivatives of the likelihood in (μ, σ), and of w, in (μ, ρ).
+
+        Both add to ``memory`` what they change beside q, w and the moments.
 
         Raises ExperimentError for gradient descent beyond its stability bound.
         """
@@ -189,10 +202,10 @@ class PFedBayesClient(base.ClientAlgorithm):
             raise ExperimentError(why)
         if s.optimizer == "gd":
             return on_objective(by_gradient(q, lr_q), q, w, s.zeta), by_gradient(w, torch.full_like(n, s.lr_global))
-        descend_w = by_adam(w, s.lr_global, moments, 1)
+        descend_w = by_adam(w, s.lr_global, moments, 1, memory)
         if s.optimizer == "ivon":
-            return by_ivon(q, w, s.lr_personal, s.zeta, s.betas or BETAS), descend_w
-        return on_objective(by_adam(q, s.lr_personal, moments, 0), q, w, s.zeta), descend_w
+            return by_ivon(q, w, s.lr_personal, s.zeta, s.betas or BETAS, memory), descend_w
+        return on_objective(by_adam(q, s.lr_personal, moments, 0, memory), q, w, s.zeta), descend_w
 
     def _track(self, local: LocalTrainer, batch: Batch, theta: Tensor, fields: Sequence[MeanField]) -> None:
         """Move the buffers in the means of these Gaussians by a call of the drawn network θ ``[g, d]``."""
@@ -288,14 +301,15 @@ class AdamMoments:
         return cls(v.new_zeros(g, 2, 2, 2, d), v.new_zeros(g, 1, dtype=torch.float32))
 
 
-def by_adam(of: MeanField, lr: float, moments: AdamMoments, which: int) -> Step:
+def by_adam(of: MeanField, lr: float, moments: AdamMoments, which: int, memory: list[Tensor]) -> Step:
     """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of Adam in place; ``which`` is 0 for the moments of q, 1 for those of w.
 
-    Every client is a separate parameter, since clients may have made different numbers of steps.
+    Every client is a separate parameter, since clients may have made different numbers of steps, which ``memory`` gets.
     """
     values = [*of.mu, *of.rho]
     first, second = ([*part[:, MU], *part[:, RHO]] for part in moments.of[:, which].unbind(1))
     steps = [count.clone() for count in [*moments.steps[:, 0]] * 2]
+    memory += steps
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
         adam_(values, [*d_mu, *d_rho], first, second, steps, lr)

@@ -9,7 +9,7 @@ to batch, starting at w, which the paper leaves open.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -17,9 +17,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.client import LocalTrainer, Trained, proximal, train
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
+from fedloom.algorithms.progress import LoopState
 from fedloom.models.flat import FlatModel
 from fedloom.privacy.examples import NoisySteps
 
@@ -66,8 +67,12 @@ class PFedMe(FedAvg):
         w, personal = local.parameters(theta), local.parameters(theta)  # line 1
         w.buffers = personal.buffers  # only calls of θ_i move them
         w_i, theta_i = list(w.values()), list(personal.values())
-        pull, losses = proximal(s.proximity).change, []
-        for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):  # line 2
+        pull, losses, counts = proximal(s.proximity).change, list[Tensor](), [s.steps] * len(group)
+
+        def draw(skip: int) -> Iterator[Batch]:
+            return local.batches(s.batch_size, counts, "train", skip=skip)
+
+        for batch in local.continued(draw, LoopState(w, personal, histories=[losses])):  # line 2
             for _ in range(s.inner_steps):  # line 3
                 gradients, loss = local.gradient(personal, batch)
                 losses.append(loss)

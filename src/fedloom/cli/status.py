@@ -371,6 +371,7 @@ def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     yield from _privacy(now)
     yield from _totals(now)
     yield from (("worker", _worker(worker, now.time)) for worker in now.workers)
+    yield from (("declined", f"{name}: {reason}") for name, reason in sorted(now.declined.items()))
 
 
 def _clients(now: Activity) -> str:

@@ -100,8 +100,16 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
-    from fedloom.engine.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
-    from fedloom.engine.worker import check_only_sums
+    from fedloom.engine.disclosure import (
+        announcements,
+        answers,
+        is_measured,
+        measures,
+        moment_tensors,
+        of_experiment,
+        parts_for_clients,
+    )
+    from fedloom.engine.member import check_allowed
     from fedloom.errors import ExperimentError
     from fedloom.evaluation.plan import EvaluationPlan
 
@@ -109,10 +117,10 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
     clients = OwnClients.open(options.packed, options.observe)
     e = None if experiment is None else experiments.load_experiment(experiment)
-    if e is not None:
-        if options.only_sums:
-            check_only_sums(e.federation.secure_aggregation, e.federation.clients_per_round)
-        trained, measured = of_experiment(e, clients)
+    parts = None if e is None else parts_for_clients(e, clients)
+    check_allowed(options, e, parts, sends_class_counts=class_counts)
+    if e is not None and parts is not None:
+        trained, measured = of_experiment(e, parts)
     typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
     for announcement in announcements(clients, class_counts=class_counts):
         typer.echo(f"  {json.dumps(announcement)}")

@@ -10,9 +10,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from fedloom.errors import StorageError, argument
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 PARTIAL = ".partial"
 """Suffix of files being written; their names start with a dot."""
@@ -137,11 +140,11 @@ def staged(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def fill(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
-    """Write a file that has no readers yet, optionally readable by its owner only, and flushed to disk."""
+def fill(path: Path, *content: Buffer, durably: bool = True, private: bool = False) -> None:
+    """Write a file that has no readers yet, in parts; optionally readable by its owner only, and flushed to disk."""
     mode = PRIVATE_FILE if private else 0o666
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
-        file.write(content)
+        file.writelines(content)
         if durably:
             file.flush()
             os.fsync(file.fileno())

@@ -34,12 +34,14 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide, InProcess
 from fedloom.federation.cohort import Summing
 from fedloom.federation.loop import vocabulary
+from fedloom.federation.progress import Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
-from fedloom.federation.transport import ModelKeeper
+from fedloom.federation.transport import Guard, ModelKeeper
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
+from fedloom.models.module_layers import digests_of
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runs.folder import RunFolder
@@ -245,7 +247,7 @@ def client_side(
     secret: bytes | None = None,
     signing: Signing = NO_SIGNING,
     revealed: object = None,
-    only_sums: bool = False,
+    guard: Guard | None = None,
     models: ModelKeeper | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
@@ -253,8 +255,7 @@ def client_side(
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
-    reveal, None in a simulation. ``only_sums`` refuses secure sums with fewer neighbours than by default. ``models``
-    keeps the clients' models.
+    reveal, None in a simulation. ``guard`` is the policy of a member. ``models`` keeps the clients' models.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -277,6 +278,8 @@ def client_side(
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         size = e.evaluation.batch_size
         found = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        if guard is not None:
+            found = guard.withhold(found, parts.plan)
         return found if e.federation.secure_aggregation is None else summed_metrics(found, parts.plan)
 
     noise = e.seed if secret is None else secret
@@ -289,8 +292,12 @@ def client_side(
         augment=augmentation(e.data.augment, dataset.manifest.spec.normalization),
         held=None
         if parts.summation is None
-        else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
+        else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), guard=guard),
         examples=ExamplePrivacy.of(e.federation.privacy),
+        saves=None
+        if states is None or e.runtime.save_every_s is None
+        else Saves(open_store(states), e.runtime.save_every_s, lambda: _training_digest(parts)),
+        guard=guard,
         models=models,
     )
     return ClientSide(
@@ -301,6 +308,15 @@ def client_side(
         config,
         states=States(open_store(states)) if algorithm.stateful and states is not None else None,
         after_steps=parts.after_steps(),
+    )
+
+
+def _training_digest(parts: RunContext) -> bytes:
+    """Return a digest of everything that shapes a local training, except its clients and messages."""
+    answers, constants = answers_digest(parts.experiment, parts.manifest), digests_of(parts.setup.model.constants)
+    about = fingerprint(parts.experiment)
+    return digests.combined_digest(
+        answers.hex(), json.dumps([about, constants, parts.algorithm.version], sort_keys=True)
     )
 
 

@@ -106,8 +106,8 @@ def _tensors(
     ]
 
 
-def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[DisclosedTensor], list[DisclosedTensor]]:
-    """Return :func:`answers` and :func:`measures` of an experiment, with all sizes and with its secure aggregation.
+def parts_for_clients(experiment: Experiment, clients: OwnClients) -> assemble.RunContext:
+    """Return the parts of an experiment for clients with their own data.
 
     Raise ExperimentError if the experiment has no ``data.own``; DataError if the clients' data do not match it.
     """
@@ -119,7 +119,13 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
     own = experiment.data.own
     run_data.check_own(experiment, own, clients)
     unknown = Normalization.identity(own.spec.numbers)  # no shape depends on it
-    parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
+    return assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
+
+
+def of_experiment(
+    experiment: Experiment, parts: assemble.RunContext
+) -> tuple[list[DisclosedTensor], list[DisclosedTensor]]:
+    """Return :func:`answers` and :func:`measures` of an experiment, with all sizes and with its secure aggregation."""
     predictors = len(parts.client_algorithm().predictors)
     secure = experiment.federation.secure_aggregation is not None
     sums = parts.algorithm.sums(parts.settings) if secure else None

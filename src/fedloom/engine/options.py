@@ -181,10 +181,11 @@ class WorkerOptions:
         tuple[str, ...],
         Option(
             "runtime.device (cpu, cuda), runtime.threads (as many as the aggregator's; 1), runtime.clients_at_once "
-            "(vectorized together; 1), bandwidth (limit on network traffic: 10Mbit/s each way, or 2Mbit/s,20Mbit/s up "
-            "and down), class_counts (true: send the aggregator the clients' numbers of training examples per class), "
-            "model_format (of the models that --out keeps: .safetensors, .pt2, .onnx, .peft), log (file for the log as "
-            "JSON lines); repeatable.",
+            "(vectorized together; 1), runtime.save_every_s (largest number of seconds of local training that are lost "
+            "with the process, with a folder for states; 60), bandwidth (limit on network traffic: 10Mbit/s each way, "
+            "or 2Mbit/s,20Mbit/s up and down), class_counts (true: send the aggregator the clients' numbers of "
+            "training examples per class), model_format (of the models that --out keeps: .safetensors, .pt2, .onnx, "
+            ".peft), log (file for the log as JSON lines); repeatable.",
             flag="--set",
             metavar="KEY=VALUE",
         ),
@@ -201,8 +202,9 @@ class WorkerOptions:
     states: Annotated[
         str | None,
         Option(
-            "Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; every worker must be able to "
-            "access it. With --data and secure aggregation, a folder also keeps the record of revealed sums.",
+            "Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any, and for saves of long local "
+            "trainings; every worker must be able to access it. With --data and secure aggregation, a folder also "
+            "keeps the record of revealed sums.",
             metavar="DIR|URL",
         ),
     ] = None
@@ -222,6 +224,14 @@ class WorkerOptions:
             envvar="FEDLOOM_ONLY_SUMS",
         ),
     ] = False
+    policy: Annotated[
+        Path | None,
+        Option(
+            "The member's policy: what its worker agrees to (docs/member.md).",
+            metavar="FILE",
+            envvar="FEDLOOM_POLICY",
+        ),
+    ] = None
     verify: bool = True
     trust: Optional["ClientOptions"] = None
 

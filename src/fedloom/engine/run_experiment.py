@@ -129,12 +129,12 @@ def _own_workers(engine: Engine) -> partial[Workers]:
     """Return a function that starts the run's own workers; it lacks the address and ``on_failure``."""
     assert engine.dataset is not None
     e, options, runtime = engine.experiment, engine.options, engine.experiment.runtime
-    brought = bool(options.packed or options.observe)
+    brought, own = bool(options.packed or options.observe), runtime.model_dump(exclude={"workers"})
     worker = WorkerOptions(
         None if brought else options.partition or str(engine.dataset.folder),
         options.packed,
         options.observe,
-        settings=tuple(f"runtime.{key}={getattr(runtime, key)}" for key in ("device", "threads", "clients_at_once")),
+        settings=tuple(f"runtime.{key}={experiments.as_yaml(value)}" for key, value in own.items()),
         states=states_of(engine.folder),
     )
     return partial(Workers, runtime.workers, worker, engine.folder.logs, engine.token, e.code)

@@ -22,6 +22,7 @@ from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, ClientCard, Own, OwnClients, own_manifest, read_own_shard
 from fedloom.engine import assemble, run_data
 from fedloom.engine.constants import check_constants
+from fedloom.engine.member import membership_of
 from fedloom.engine.options import WorkerOptions
 from fedloom.engine.sums import sums_part
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument, spelled
@@ -29,7 +30,6 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
 from fedloom.federation.roster import Member
 from fedloom.federation.standing import Standing
-from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
 from fedloom.transport.limits import parse_bandwidth
@@ -59,6 +59,7 @@ class Worker:
         self._settings = settings = experiments.settings_of(experiments.WorkerSettings, options.settings, "the worker")
         self._bandwidth = None if settings.bandwidth is None else parse_bandwidth(settings.bandwidth)
         self._device = assemble.use_device(settings.runtime.device, settings.runtime.threads)
+        self._member = membership_of(options, aggregator, sends_class_counts=settings.class_counts)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
         self._revealed: object = None  # kept across aggregators in this process
@@ -81,7 +82,17 @@ class Worker:
         written.
         """
         gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
-        over = serve(
+        try:
+            over = self._serve(stop)
+        finally:
+            if self._member is not None:
+                self._member.close()
+        if self._models is not None:
+            self._models.end()
+        return over
+
+    def _serve(self, stop: threading.Event) -> bool:
+        return serve(
             self._aggregator,
             self._introduction,
             make_session=self._session,
@@ -89,11 +100,9 @@ class Worker:
             reconnect_s=self._options.reconnect_s,
             credentials=self._credentials,
             bandwidth=self._bandwidth,
+            gate=self._member,
             told=self._told,
         )
-        if self._models is not None:
-            self._models.end()
-        return over
 
     def _told(self, standing: Standing) -> None:
         """Take note of the federation's standing, in the connection's thread."""
@@ -104,19 +113,24 @@ class Worker:
         about = _described(joined.experiment)
         options = self._options
         runtime = experiments.Runtime(workers=0, **dict(self._settings.runtime))
+        member = self._member
+        if member is not None:
+            member.check_code(about["experiment"])
         shared = experiments.from_shared_json(about["experiment"], runtime=runtime)
         secure = shared.federation.secure_aggregation
-        if options.only_sums:
-            check_only_sums(secure, shared.federation.clients_per_round)
+        if member is not None:
+            member.admit(shared, self._provider.sizes)
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
         revealed = None if secure is None or self._own is None else self._remembered()
         if self._own is not None and about.get("normalization", "") is None:  # it is not measured yet
             cards = self._own.measured_cards(shared)
             if secure is None:
-                return measuring_side(cards, MeasuredClients(cards))
-            return sums_part().securely_measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
+                return measuring_side(cards, MeasuredClients(cards), guard=member)
+            return sums_part().securely_measuring_side(cards, secure, signing, revealed, guard=member)
         dataset = self._provider.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
+        if member is not None:
+            member.check_model(parts)
         check_constants(parts, _digests(about), "the aggregator's model")
         if self._models is not None:
             self._models.begin(parts)
@@ -128,7 +142,7 @@ class Worker:
             secret=self._secret,
             signing=signing,
             revealed=revealed,
-            only_sums=options.only_sums,
+            guard=member,
             models=self._models,
         )
 
@@ -152,21 +166,6 @@ class Worker:
             )
         self._revealed = sums_part().RevealedSums(folder)
         return self._revealed
-
-
-def check_only_sums(secure: SecureAggregation | None, members: int) -> None:
-    """Raise RefusedError unless members sign their keys, and share secrets with at least the default neighbours.
-
-    Otherwise the aggregator could learn a client's own answer. ``members`` is the size of a cohort of training; members
-    check each sum again by its own size.
-    """
-    if secure is None or secure.signatures not in ("keys", "certificates"):
-        raise RefusedError(
-            f"the experiment has no secure aggregation with signed keys, which this worker requires "
-            f"({argument('only_sums')})"
-        )
-    if (weaker := sums_part().weaker_graph(secure, members)) is not None:
-        raise RefusedError(f"this worker requires only sums ({argument('only_sums')}): {weaker}")
 
 
 def _described(text: str) -> dict[str, Any]:
@@ -205,6 +204,11 @@ class PartitionProvider:
         # From a store, fetch now only shards that no other worker serves; others follow when their clients move here.
         if options.verify and (self.clients != everyone or not is_url(where)):
             self._dataset.verify(self.clients)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of training examples of all clients that may be served."""
+        return {entry.id: entry.train for entry in self._dataset.manifest.clients}
 
     def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data; raise DataError if the aggregator has another partition, or none."""
@@ -247,6 +251,11 @@ class OwnDataProvider:
     def members(self, class_counts: bool) -> list[Member]:
         """Return the clients' announcements to the aggregator."""
         return [member_of(self._packed, client, class_counts=class_counts) for client in self.clients]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of training examples of the clients."""
+        return {client: self._packed.cards[client].train for client in self.clients}
 
     def measured_cards(self, shared: Experiment) -> dict[str, ClientCard]:
         """Return the cards of the clients, whose inputs the aggregator measures; raise as :meth:`dataset`."""

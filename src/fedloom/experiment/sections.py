@@ -384,6 +384,9 @@ class WorkerRuntime(Section):
         "depends on which clients are together, so a run is reproducible only with the same workers and the same "
         "number here.",
     )
+    save_every_s: float | None = Field(
+        default=60.0, gt=0, description="Largest number of seconds of local training lost in a kill; null: no saves."
+    )
 
 
 class Runtime(WorkerRuntime):

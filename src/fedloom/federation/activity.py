@@ -252,6 +252,8 @@ class Activity:
     totals: Totals = Totals()
     workers: tuple[ConnectedWorker, ...] = ()
     """Connected workers, by name."""
+    declined: dict[str, str] = field(default_factory=dict)
+    """Reasons of workers whose members do not take part, by name, until they join again."""
     privacy: PrivacySpent | None = None
     """Privacy that training has spent; None if it is not private, or nothing is known yet."""
 
@@ -272,6 +274,7 @@ class Connected:
     refusals: Mapping[str, int]
     bytes_up: int
     bytes_down: int
+    declined: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +11,12 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientAlgorithm, Conversation
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.core import tracing
 from fedloom.data.augment import Augmentation
-from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import each
+from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
+from fedloom.federation.client_request import ClientRequest
+from fedloom.federation.placing import client_to, message_to
+from fedloom.federation.progress import Saved, Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import States, Versions
@@ -26,6 +26,7 @@ from fedloom.federation.transport import (
     AnswerHolder,
     Call,
     ConversationKey,
+    Guard,
     Lost,
     MissingConversation,
     ModelKeeper,
@@ -62,6 +63,7 @@ class _Open:
     exchange: int = -1
     answers: list[Message | Lost] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
+    saved: Saved | None = None
 
 
 @dataclass(frozen=True)
@@ -82,54 +84,14 @@ class ClientConfig:
     """Answers held back so that the aggregator learns only their sums; None if it receives every answer."""
     examples: ExamplePrivacy | None = None
     """Differential privacy of examples in training rounds."""
+    saves: Saves | None = None
+    """Saves of local training; None without."""
     models: ModelKeeper | None = None
     """Keeper of the clients' models; None: they are not kept."""
     purpose: str = EVALUATE
     """Purpose of conversations outside training, which may be followed by a number of local steps."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One exchange, with the position of each row in the message, its client and the versions of its state."""
-
-    key: ConversationKey
-    exchange: int
-    message: Message
-    position: Mapping[int, int]
-    clients: Sequence[str]
-    states: Sequence[Versions]
-
-    def named(self, rows: Sequence[int]) -> list[str]:
-        return [self.clients[self.position[row]] for row in rows if row in self.position]
-
-    def versions(self, rows: Sequence[int]) -> list[Versions]:
-        return [self.states[self.position[row]] for row in rows] if self.states else []
-
-    def traced(self, rows: Sequence[int]) -> AbstractContextManager[object]:
-        """Return a tracing span for the work of one group."""
-        key, name = self.key, f"client {type(self.message).__name__}"
-        about = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation}
-        return tracing.span(name, client=",".join(self.named(rows)), **about, exchange=self.exchange)
-
-    def described(self, rows: Sequence[int]) -> str:
-        """Describe the work of a group in a traceback: clients, round, exchange and message."""
-        fields = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.message.tensors().items())
-        return (
-            f"client {', '.join(self.named(rows))}, {self.key.purpose} in round {self.key.round}, exchange "
-            f"{self.exchange}: {type(self.message).__name__}({fields})"
-        )
-
-    def select(self, rows: Sequence[int]) -> Message:
-        """Return these rows, with zeros for a member that was lost (possible only in groups of several)."""
-        if all(row in self.position for row in rows):
-            return self.message.select([self.position[row] for row in rows])
-
-        def selected(tensor: Tensor) -> Tensor:
-            nothing = torch.zeros_like(tensor[0])
-            return torch.stack([tensor[self.position[row]] if row in self.position else nothing for row in rows])
-
-        named = zip(self.message.fields(), self.message.tensors().values(), strict=True)
-        return type(self.message)(**{f.name: selected(t) if f.per_client else t for f, t in named})
+    guard: Guard | None = None
+    """Policy of the member; None allows everything."""
 
 
 class ClientSide:
@@ -200,12 +162,14 @@ class ClientSide:
         MissingConversation
             Before any work, if rows have no conversation at this exchange: the earlier messages are needed first.
         """
-        request = _Request(key, exchange, message, {row: i for i, row in enumerate(rows)}, clients, states)
+        request = ClientRequest(key, exchange, message, {row: i for i, row in enumerate(rows)}, clients, states)
         conversation = self._conversation(key)
         if exchange and (missing := [row for row in rows if not _is_ready(conversation.get(row), row, exchange)]):
             raise MissingConversation(missing)
         new = [row for row in rows if exchange == 0 and (row not in conversation or conversation[row].exchange > 0)]
         done: set[_Open] = set()
+        if new and self._config.saves is not None:
+            self._config.saves.look()
         for row in rows:
             if new and row == new[0]:
                 chunk, new = tuple(new[: self._config.clients_at_once]), new[self._config.clients_at_once :]
@@ -216,7 +180,7 @@ class ClientSide:
                 yield from self._answers(opened, request, conversation)
 
     def _answers(
-        self, opened: _Open, request: _Request, there: Mapping[int, _Open]
+        self, opened: _Open, request: ClientRequest, there: Mapping[int, _Open]
     ) -> Iterator[tuple[int, Message | Lost]]:
         if opened.exchange < request.exchange:
             with request.traced(opened.rows):
@@ -237,6 +201,8 @@ class ClientSide:
         """End a conversation; its coroutines receive GeneratorExit."""
         for opened in set(self._open.pop(key, {}).values()):
             opened.coroutine.close()
+            if opened.saved is not None:
+                opened.saved.close()
         if self._config.held is not None:
             self._config.held.close(key)
 
@@ -245,7 +211,7 @@ class ClientSide:
         for key in list(self._open):
             self.close(key)
 
-    def _start(self, request: _Request, rows: tuple[int, ...]) -> None:
+    def _start(self, request: ClientRequest, rows: tuple[int, ...]) -> None:
         """Open the conversation of a group; if that fails, open those of its clients one by one."""
         try:
             opened = self._opened(request, rows)
@@ -271,18 +237,25 @@ class ClientSide:
             opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[lost])
         self._open[request.key].update(dict.fromkeys(rows, opened))
 
-    def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Open:
+    def _opened(self, request: ClientRequest, rows: tuple[int, ...]) -> _Open:
         key, clients, versions = request.key, request.named(rows), request.versions(rows)
 
         algorithm, trains = self._algorithm_for(key.purpose, type(request.message)), key.purpose == TRAIN
+        if (guard := self._config.guard) is not None:
+            guard.question(key, request.message, trains=trains)
+            for client in clients:
+                guard.opens(key, client)
 
         def keyed(client: str, purpose: str) -> torch.Generator:
             drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
             return generator(self._config.seed, f"{drawn}/{purpose}", client, key.round)
 
         states = [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None
+        data, saves = [client_to(self._loaded(client), self._config.device) for client in clients], self._config.saves
+        message = message_to(request.select(rows), self._config.device)
+        saved = None if saves is None else saves.begin(key, data, states, message)
         group = ClientGroup(
-            [_to(self._loaded(client), self._config.device) for client in clients],
+            data,
             keyed,
             states,
             may_keep=trains and self._algorithm.stateful,
@@ -290,9 +263,10 @@ class ClientSide:
             round=key.round if trains else None,
             augment=self._config.augment,
             examples=self._config.examples,
+            progress=saved,
         )
-        coroutine = algorithm.open(group, _message_to(request.select(rows), self._config.device))
-        opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
+        coroutine = algorithm.open(group, message)
+        opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0, saved=saved)
         if self._config.held is not None:
             self._config.held.begin(key, rows, states or [None] * len(rows))
         self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
@@ -355,7 +329,7 @@ class ClientSide:
             version = Version(key.round, key.attempt, key.conversation, row, opened.life)
             self._states.save(opened.group.clients[i].id, version, tensors)
 
-    def _advance(self, opened: _Open, request: _Request) -> None:
+    def _advance(self, opened: _Open, request: ClientRequest) -> None:
         """Deliver the next message to a group; rows absent from it have left."""
         there = self._open[opened.key]
         opened.left.update(row for row in opened.rows if row not in request.position or there[row] is not opened)
@@ -370,12 +344,16 @@ class ClientSide:
             opened.answers = [gone or self._step_of_sum(held, opened, i, request) for i, gone in enumerate(lost)]
             opened.exchange = request.exchange
             return
-        moved = _message_to(request.select(opened.rows), self._config.device)
+        moved = message_to(request.select(opened.rows), self._config.device)
+        if opened.saved is not None:
+            opened.saved.hear(moved)
         self._step(opened, request, lambda: opened.coroutine.send(moved))
         # A lost client stays lost, whatever the group computed from its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
 
-    def _step(self, opened: _Open, request: _Request, resume: Callable[[], Message], *, alone: bool = True) -> None:
+    def _step(
+        self, opened: _Open, request: ClientRequest, resume: Callable[[], Message], *, alone: bool = True
+    ) -> None:
         """Run the coroutine to its next answer, or to its end, where the predictors are used.
 
         The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
@@ -383,8 +361,11 @@ class ClientSide:
         lost = opened.group.lost
         if self._config.held is not None:
             self._config.held.hear(opened.key, opened.rows, request.message)
+        guard = self._config.guard
         try:
-            reply = _message_to(self._next(opened, resume), _CPU)
+            if guard is not None and request.exchange:
+                guard.question(opened.key, request.message, trains=opened.key.purpose == TRAIN)
+            reply = message_to(self._next(opened, resume), _CPU)
             self._store(opened)
             opened.answers = [
                 Lost(lost[i]) if i in lost else self._held(opened, i, request, reply.select([i]))
@@ -403,18 +384,21 @@ class ClientSide:
             opened.answers = [Lost(lost[i]) if i in lost else failure for i in range(len(opened.rows))]
         opened.exchange = request.exchange
 
-    def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
+    def _held(self, opened: _Open, i: int, request: ClientRequest, reply: Message) -> Message | Lost:
         """Return the i-th client's answer, or a notice that it is held back for a sum."""
-        held, key = self._config.held, opened.key
-        if held is None or not held.covers(reply):
-            return reply
+        held, guard, key = self._config.held, self._config.guard, opened.key
         client, varies = opened.group.clients[i], opened.group.drew[i]
+        covered = held is not None and held.covers(reply)
         try:
+            if guard is not None:
+                guard.answer(key, client.id, reply, trains=key.purpose == TRAIN, summed=covered)
+            if held is None or not covered:
+                return reply
             return held.hold(key, opened.rows[i], client, request.message, reply, varies=varies)
         except FedloomError as error:
             return _failure("failed", error, request, [client.id])
 
-    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: _Request) -> Message | Lost:
+    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: ClientRequest) -> Message | Lost:
         """Return the i-th client's answer to a step of a secure sum."""
         row, client = opened.rows[i], opened.group.clients[i].id
         try:
@@ -469,7 +453,9 @@ class InProcess:
         self._client_side.close(key)
 
 
-def _failure(what: str, error: Exception, request: _Request, clients: Sequence[str], traceback: bool = False) -> Lost:
+def _failure(
+    what: str, error: Exception, request: ClientRequest, clients: Sequence[str], traceback: bool = False
+) -> Lost:
     """Log an error with its cause, which stays on this machine, and return it as the aggregator is told of it."""
     names, key = ", ".join(clients), request.key
     why = " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
@@ -481,19 +467,3 @@ def _failure(what: str, error: Exception, request: _Request, clients: Sequence[s
 def _ended() -> Conversation:
     return None
     yield  # makes this function a generator that yields nothing
-
-
-def _to(client: ClientData, device: torch.device) -> ClientData:
-    if device.type == "cpu":
-        return client
-
-    def moved(split: Split) -> Split:
-        return Split(each(split.x, lambda x: x.to(device)), None if split.y is None else split.y.to(device))
-
-    return ClientData(client.id, moved(client.train), moved(client.validation), moved(client.test), client.classes)
-
-
-def _message_to(message: Message, device: torch.device) -> Message:
-    if all(tensor.device == device for tensor in message.tensors().values()):
-        return message
-    return type(message)(**{name: tensor.to(device) for name, tensor in message.tensors().items()})

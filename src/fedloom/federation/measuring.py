@@ -22,7 +22,7 @@ from fedloom.data.own import ClientCard, Own
 from fedloom.data.spec import Normalization
 from fedloom.errors import DataError, QuorumError, argument
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.transport import AnswerHolder, Call, ConversationKey, Lost, Transport
+from fedloom.federation.transport import AnswerHolder, Call, ConversationKey, Guard, Lost, Transport
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, broadcast, rows
 
 log = logging.getLogger("fedloom.federation.measuring")
@@ -160,6 +160,7 @@ def measuring_side(
     clients: ClientAlgorithm,
     held: AnswerHolder | None = None,
     vocabulary: Mapping[str, type[Message]] = VOCABULARY,
+    guard: Guard | None = None,
 ) -> ClientSide:
     """Return the clients' side of the measurement.
 
@@ -169,8 +170,8 @@ def measuring_side(
         Cards of the clients, which have their moments.
     clients
         Client algorithm: :class:`MeasuredClients`, or one that answers in another form.
-    held, vocabulary
-        As for :class:`ClientSide`.
+    held, vocabulary, guard
+        As for :class:`ClientSide` and its settings.
     """
 
     def load(client: str) -> ClientData:
@@ -181,5 +182,5 @@ def measuring_side(
 
     return ClientSide(
         clients, vocabulary, load, lambda predictors, clients: MeasureInputs(torch.zeros(1)),
-        ClientConfig(0, held=held, purpose=MEASURE),
+        ClientConfig(0, held=held, purpose=MEASURE, guard=guard),
     )  # fmt: skip

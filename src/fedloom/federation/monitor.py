@@ -222,6 +222,7 @@ def _with_connected(state: Activity, connected: Connected) -> Activity:
             refusals=dict(connected.refusals),
         ),
         workers=connected.workers,
+        declined=dict(connected.declined),
     )
 
 

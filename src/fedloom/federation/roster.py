@@ -183,6 +183,13 @@ class AvailableClients:
             self._changes += 1
             self._changed.notify_all()
 
+    def forget(self, clients: Iterable[str]) -> None:
+        """Let absent clients leave the roster at once."""
+        with self._changed:
+            self._gone_at.update(dict.fromkeys((client for client in clients if client not in self._here), -math.inf))
+            self._changes += 1
+            self._changed.notify_all()
+
     def end(self) -> None:
         """Record that no more clients will join."""
         with self._changed:

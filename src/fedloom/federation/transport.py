@@ -14,9 +14,11 @@ from typing import Protocol
 from torch import Tensor
 
 from fedloom.data.federated import ClientData
+from fedloom.errors import FedloomError, RefusedError
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import Versions
-from fedloom.messages import Message, Shapes
+from fedloom.messages import Message, Metrics, Shapes
 from fedloom.models.predictors import Predictors
 
 TRAIN, EVALUATE = "train", "evaluate"
@@ -67,6 +69,10 @@ class Lost:
 
     reason: str
     is_bug: bool = False
+
+
+class Declined(RefusedError):
+    """The member's policy does not allow the run; the worker disconnects, and may join later."""
 
 
 class MissingConversation(Exception):
@@ -161,3 +167,39 @@ class AnswerHolder(Protocol):
 
     def close(self, key: ConversationKey) -> None:
         """Forget a conversation."""
+
+
+class Gate(Protocol):
+    """Conditions of a member under which its worker is connected. Callable from any thread."""
+
+    @property
+    def ended(self) -> FedloomError | None:
+        """Error that ends the worker, because the run can never be allowed; None otherwise."""
+
+    def closed(self) -> str | None:
+        """Return why the worker must not be connected now; None if it may be."""
+
+    def count(self, size: int, *, sending: bool) -> bool:
+        """Count a frame on the wire; return False, without counting, if it must not be sent."""
+
+    def charge(self, key: ConversationKey, size: int) -> str | None:
+        """Count a message that is about to be sent or received; return why it must not be, without counting it."""
+
+
+class Guard(Protocol):
+    """Policy of a member about questions to its clients, and their answers."""
+
+    def question(self, key: ConversationKey, message: Message, *, trains: bool) -> None:
+        """Raise DataError if a message must not be answered. ``trains`` follows from the class of the opening."""
+
+    def opens(self, key: ConversationKey, client: str) -> None:
+        """Count what the opening of a conversation costs a client; raise DataError if that is too much."""
+
+    def answer(self, key: ConversationKey, client: str, message: Message, *, trains: bool, summed: bool) -> None:
+        """Raise DataError if an answer must not leave. ``summed``: the aggregator learns only a sum of it."""
+
+    def cohort(self, members: int, weaker: str | None) -> None:
+        """Raise RefusedError if a secure sum over so many members, with a ``weaker`` graph, must not be joined."""
+
+    def withhold(self, measured: Metrics, plan: EvaluationPlan) -> Metrics:
+        """Return measurements with zeros in place of those that must not leave."""

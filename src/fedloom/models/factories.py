@@ -13,6 +13,7 @@ regardless of who names them."""
 KEY = "model.factory"
 
 _permitted: set[str] = set()
+_sent: set[str] = set()  # that an aggregator may name
 
 
 def permit_factory(name: str) -> None:
@@ -20,9 +21,19 @@ def permit_factory(name: str) -> None:
     _permitted.add(name)
 
 
+def permit_sent_factory(name: str) -> None:
+    """Let an aggregator name a factory, as if the environment named it."""
+    _sent.add(name)
+
+
 def is_permitted(name: str) -> bool:
     """Return True if the user or the environment of this process has named the factory."""
     return name in _permitted or name in _from_environment()
+
+
+def is_permitted_to_send(name: str) -> bool:
+    """Return True if an aggregator may name the factory: the environment of this process or its policy does, too."""
+    return name in _from_environment()
 
 
 def check_permitted(name: str, key: str = KEY) -> None:
@@ -43,12 +54,12 @@ def check_sent_factory(name: str, key: str = KEY) -> None:
 
     Raise ExperimentError if the environment does not name the factory.
     """
-    if name not in _from_environment():
+    if not is_permitted_to_send(name):
         raise _not_permitted(name, "the aggregator", key)
 
 
 def _from_environment() -> list[str]:
-    return [name.strip() for name in os.environ.get(FACTORIES, "").split(",") if name.strip()]
+    return [*(name.strip() for name in os.environ.get(FACTORIES, "").split(",") if name.strip()), *sorted(_sent)]
 
 
 def _not_permitted(name: str, source: str, key: str) -> ExperimentError:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -27,6 +28,9 @@ from fedloom.core.files import read_file, write_atomically
 from fedloom.core.words import parsed_json
 from fedloom.errors import NEW_RUN, DataError, argument, as_storage_error
 from fedloom.runs.files import checkpoint_files
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 _BEFORE = b'{"__metadata__":{"fedloom":"{\\"sha256\\": \\"'
 _AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)
@@ -39,6 +43,32 @@ def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> b
     content = safetensors.torch.save(dict(tensors), metadata={"fedloom": text})
     assert content[8 : _AT.start] == _BEFORE and content[_AT] == _ZEROS  # noqa: PT018 - one fact
     return b"".join((content[: _AT.start], _digest(content).encode(), content[_AT.stop :]))
+
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def tensor_parts(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[Buffer]:
+    """Return the parts of a file that :func:`decode_tensors` reads, without copying dense tensors on the CPU."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that all are aligned
+    text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(about.items()))})
+    header: dict[str, object] = {"__metadata__": {"fedloom": text}}
+    data: list[Buffer] = []
+    start = 0
+    for name, tensor in ordered:
+        size = tensor.numel() * tensor.element_size()
+        place = [start, start := start + size]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        data.append(cast("Buffer", tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    fields = json.dumps(header, separators=(",", ":")).encode()
+    head = (len(fields) + -len(fields) % 8).to_bytes(8, "little") + fields + b" " * (-len(fields) % 8)
+    digest = hashlib.sha256(head)
+    for part in data:
+        digest.update(part)
+    return [head[: _AT.start], digest.hexdigest().encode(), head[_AT.stop :], *data]
 
 
 def decode_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedloom.errors import StorageError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 ENDPOINT, REGION = "FEDLOOM_S3_ENDPOINT", "AWS_REGION"
 """Environment variables of a service's address and region."""
@@ -56,6 +60,10 @@ class Store(ABC):
         With ``durably``, wait until it survives a power cut, as it always does on S3; otherwise it only survives this
         process.
         """
+
+    def write_parts(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Write an object from its parts, not durably. A store that can do so does not join them in memory."""
+        self.write(name, b"".join(parts), durably=False)
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> None:

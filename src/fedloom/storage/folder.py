@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from fedloom.core.files import (
     PARTIAL,
@@ -22,6 +23,9 @@ from fedloom.core.files import (
 )
 from fedloom.errors import StorageError
 from fedloom.storage.base import Absent, Store, StoredObject, Taken, parts_of
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 
 class FolderStore(Store):
@@ -48,6 +52,17 @@ class FolderStore(Store):
         """Write an object, replacing any existing one."""
         path = self._path(name)
         self._within(path, lambda: write_atomically(path, content, durably=durably, private=True))
+
+    def write_parts(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Write an object from its parts, not durably."""
+        path = self._path(name)
+
+        def write() -> None:
+            with staged(path) as partial:
+                fill(partial, *parts, durably=False, private=True)
+                partial.replace(path)
+
+        self._within(path, write)
 
     def create(self, name: str, content: bytes) -> None:
         """Write an object that must not exist yet."""

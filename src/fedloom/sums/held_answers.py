@@ -22,7 +22,7 @@ from fedloom.federation.private_sums import (
     clipping_rule,
     noise_source,
 )
-from fedloom.federation.transport import TRAIN, ConversationKey
+from fedloom.federation.transport import TRAIN, ConversationKey, Guard
 from fedloom.messages import Message
 from fedloom.privacy.clipped_sum import ClippedSum
 from fedloom.privacy.settings import TrainingPrivacy
@@ -95,8 +95,8 @@ class HeldAnswers:
         all data.
     run
         Digest of the settings that cannot change in a run: runs with equal digests have equal answers.
-    only_sums
-        True to refuse a sum with fewer neighbours than by default.
+    guard
+        Policy of the member, which may refuse a sum over too few members, or with a weak graph.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class HeldAnswers:
         revealed: RevealedSums | None = None,
         run: str = "",
         *,
-        only_sums: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         self._summation, self._noise, self._run = summation, noise, run
-        self._signing, self._only_sums = signing, only_sums
+        self._signing, self._guard = signing, guard
         self._revealed = revealed
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
         self._contexts: dict[ConversationKey, dict[int, _Context]] = {}
@@ -231,6 +231,8 @@ class HeldAnswers:
         The set is recorded after the protocol's own checks, so that an invented session leaves no trace.
         """
         survived = message.survived.numpy().astype(np.bool_)
+        if self._guard is not None:
+            self._guard.cohort(int(survived.sum()), None)
         tags = member.confirm(survived, message.receipts[0].numpy())
         if self._revealed is not None:
             names = [name for name, there in zip(held.names, survived.tolist(), strict=True) if there]
@@ -289,8 +291,8 @@ class HeldAnswers:
             raise RefusedError(f"the members of the secure sum cannot be read: {error}") from None
         rule = None if privacy is None else self._rule(privacy, clip)
         vector = self._summation.vector(type(held.answer), _shapes(held.values), secure, rule, len(members))
-        if self._only_sums and (weaker := weaker_graph(secure, len(members))) is not None:
-            raise RefusedError(weaker)
+        if self._guard is not None:
+            self._guard.cohort(len(members), weaker_graph(secure, len(members)))
         largest, fields = self._summation.largest(members), self._summation.fields[type(held.answer)]
         if held.examples > largest and any(summed.weighting == "examples" for summed in fields.values()):
             raise RefusedError(

@@ -37,7 +37,7 @@ from fedloom.federation.measuring import (
     not_measured,
 )
 from fedloom.federation.round_attempt import RoundAttempt
-from fedloom.federation.transport import Transport
+from fedloom.federation.transport import Guard, Transport
 from fedloom.messages import Message, Quantity, rows
 from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation
 from fedloom.runs.journal import Attempt
@@ -143,14 +143,14 @@ def securely_measuring_side(
     signing: Signing,
     revealed: RevealedSums | None = None,
     *,
-    only_sums: bool = False,
+    guard: Guard | None = None,
 ) -> ClientSide:
     """Return the clients' side of the measurement in a secure sum.
 
     ``cards`` have the clients' moments; the other parameters are those of :class:`HeldAnswers`.
     """
-    held = HeldAnswers(summed_moments(secure), signing, revealed=revealed, only_sums=only_sums)
-    return measuring_side(cards, _SummedClients(cards), held, {**VOCABULARY, **messages.VOCABULARY})
+    held = HeldAnswers(summed_moments(secure), signing, revealed=revealed, guard=guard)
+    return measuring_side(cards, _SummedClients(cards), held, {**VOCABULARY, **messages.VOCABULARY}, guard)
 
 
 def to_digits(numbers: Iterable[int | float | Fraction], scale: int, digits: int) -> NDArray[np.float64]:

@@ -147,8 +147,10 @@ class LiveStatus:
             for link in self._dispatcher.links()
         )
         refusals, awaiting = dict(self._dispatcher.refusals.counts), tuple(self._dispatcher.awaiting())
-        traffic = self._traffic
-        return self._monitor.now(Connected(workers, awaiting, self._served(), refusals, traffic.up, traffic.down))
+        traffic, declined = self._traffic, dict(self._dispatcher.declined)
+        return self._monitor.now(
+            Connected(workers, awaiting, self._served(), refusals, traffic.up, traffic.down, declined)
+        )
 
     def _served(self) -> int:
         """Return how many clients of the roster are served by a connected worker."""

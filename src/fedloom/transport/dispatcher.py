@@ -28,6 +28,7 @@ log = logging.getLogger("fedloom.transport.aggregator")
 
 ALLOWED_PER_ROW = 4  # refused or late parts; a late reply has two parts, and may have been requested twice
 UNREAD_LANES = 256
+MOST_DECLINED = 1_000  # members that are remembered as having declined
 STOPPED = "the aggregator stopped"
 
 
@@ -56,6 +57,8 @@ class Dispatcher:
         self._stopping = False
         self._finished = False
         self._links: dict[str, Link] = {}
+        self.declined: dict[str, str] = {}
+        """Reasons of workers whose members do not take part, by name, until they join again."""
         self._claims: dict[str, str] = {}  # the worker that serves each client with data of its own; exclusive
         self._conversations = Conversations()
         self._longest_s: dict[tuple[str, int], float] = {}  # longest time to an answer, by purpose and exchange
@@ -112,6 +115,7 @@ class Dispatcher:
         if old is not None:
             self._replace(old, link)
         self._links[link.name] = link
+        self.declined.pop(link.name, None)
         self.silence.sign(link.worker.clients, link.name, link.owner)
         self.silence.join((member.id for member in link.worker.members), link.name, link.owner)
         self._claims.update((member.id, link.name) for member in link.worker.members)
@@ -153,8 +157,21 @@ class Dispatcher:
         del self._links[link.name]
         log.info("worker %s left", link.name, extra={"worker": link.name})
         self._publish(None, link.worker)
+        if link.declined is not None:
+            self._note_declined(link, link.declined)
         self._release(link)
         self._dispatch_all(f"worker {link.name} left: ")
+
+    def _note_declined(self, link: Link, reason: str) -> None:
+        """Record that a member does not take part, and lose the rows that only it could answer."""
+        self.declined[link.name] = reason
+        while len(self.declined) > MOST_DECLINED:
+            del self.declined[next(iter(self.declined))]
+        own = {member.id for member in link.worker.members}
+        for _, exchange in self._conversations.running():
+            for row in [row for row in exchange.outstanding if exchange.client[row] in own]:
+                exchange.expect_no_more(row)
+                exchange.inbox.put((row, Lost(reason)))
 
     def _release(self, link: Link) -> None:
         """Take back the rows awaited from this stream, and release its clients."""

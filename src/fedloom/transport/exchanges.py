@@ -144,6 +144,8 @@ class Link:
     rests_until: float = 0.0  # until then, other workers are preferred when rows are dealt
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fault: WireError | None = None
+    declined: str | None = None
+    """Reason why the worker's member does not take part; None while it does."""
     heartbeats: TokenBucket = field(default_factory=lambda: TokenBucket(10, 10 / stream.HEARTBEAT_S))
     """Limit on heartbeats from the worker."""
 

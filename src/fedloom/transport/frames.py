@@ -56,6 +56,7 @@ class Refusal(StrEnum):
     NAME = "another process is connected under this name"
     JOINS = "too many workers join at once"
     SILENT = "no sign of life"
+    DECLINED = "declined by the member"
 
 
 class WireError(Exception):

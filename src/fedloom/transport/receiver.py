@@ -96,6 +96,9 @@ class Receiver:
                 self._missing(link, part)
             case "row_lost":
                 self._row_lost(link, part)
+            case "declined":
+                link.declined = printable(part.reason, REASON_CHARACTERS) or "no reason"
+                raise WireError(Refusal.DECLINED, f"worker {link.name}: {link.declined}")
             case other:
                 raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
 

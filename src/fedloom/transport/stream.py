@@ -110,6 +110,10 @@ class Outbox:
         while waiting is not None and len(waiting) > 1:
             waiting.pop()
 
+    def clear(self) -> None:
+        """Discard everything that waits, transfers that have begun included; the stream must end then."""
+        self._lanes.clear()
+
     def waiting(self, lane: Hashable) -> int:
         """Return the number of transfers waiting in a lane."""
         return len(self._lanes.get(lane, ()))

@@ -6,15 +6,17 @@ torch work, happens in the thread that called :func:`serve`.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fedloom.core import tracing
+from fedloom.errors import DataError
 from fedloom.federation.standing import Standing
 from fedloom.federation.states import Versions
-from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
+from fedloom.federation.transport import ConversationKey, Declined, Gate, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport.frames import WireError
@@ -22,6 +24,8 @@ from fedloom.transport.limits import Bandwidth
 from fedloom.transport.stream import Introduction, Joined, states_from_wire
 from fedloom.transport.worker_connection import Close, Finished, WorkerConnection
 from fedloom.transport.worker_requests import WorkerRequest
+
+log = logging.getLogger(__name__)
 
 NOTICE_S = 0.2  # how soon a stop event is noticed while idle
 
@@ -63,6 +67,7 @@ def serve(
     reconnect_s: float = 60.0,
     credentials: Credentials | None = None,
     bandwidth: Bandwidth | None = None,
+    gate: Gate | None = None,
     told: Callable[[Standing], None] = lambda standing: None,
 ) -> bool:
     """Serve clients until the run is over or ``stop`` is set; return whether the run is over.
@@ -75,7 +80,8 @@ def serve(
         Sent to the aggregator on joining.
     make_session
         Called in this thread when an aggregator, or a new incarnation of it, has admitted us. A session survives a
-        broken connection, but not the aggregator's process.
+        broken connection, but not the aggregator's process. If it raises Declined, the
+        worker tells the aggregator, and connects again once the ``gate`` is open.
     stop
         Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
@@ -84,6 +90,8 @@ def serve(
         Credentials to connect with; without them, the connection is plaintext and anonymous.
     bandwidth
         Bandwidth limit; None for no limit.
+    gate
+        Conditions of the member under which the worker is connected; None for none.
     told
         Called, in another thread, with the standing of the federation on joining and after changes.
 
@@ -102,7 +110,9 @@ def serve(
     Exception
         Any other error that ended the stream's thread, such as lack of memory.
     """
-    connection = WorkerConnection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth, told)
+    connection = WorkerConnection(
+        address, introduction, reconnect_s, credentials or Credentials(), bandwidth, gate, told
+    )
     connection.start()
     try:
         return _work(connection, make_session, stop)
@@ -123,8 +133,12 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 raise event
             case Finished():
                 return True
-            case Joined() if event.incarnation != incarnation:
-                session, incarnation = make_session(event), event.incarnation
+            case Joined() if session is None or event.incarnation != incarnation:
+                session, incarnation = None, event.incarnation
+                try:
+                    session = make_session(event)
+                except Declined as declined:
+                    connection.decline(str(declined))
             case WorkerRequest() if session is not None and event.incarnation == incarnation:
                 with tracing.within(event.envelope.trace):
                     if not _answer(connection, session, event, stop) and connection.is_over(event):
@@ -143,9 +157,11 @@ def _answer(connection: WorkerConnection, session: Session, request: WorkerReque
     rows, clients = list(request.envelope.rows), list(request.envelope.clients)
     try:
         message = request.message(session.vocabulary)
-    except WireError as error:
+    except (WireError, DataError) as error:
+        reason = f"the worker cannot read the request: {error}" if isinstance(error, WireError) else str(error)
+        log.warning("clients %s are not answered: %s", ", ".join(clients), reason)
         for row, client in zip(rows, clients, strict=True):
-            connection.reply(request, row, client, Lost(f"the worker cannot read the request: {error}"))
+            connection.reply(request, row, client, Lost(reason))
         return True
     positions = list(range(len(rows)))
     while positions:

@@ -17,7 +17,7 @@ import grpc
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
 from fedloom.federation.standing import Standing
-from fedloom.federation.transport import ConversationKey, Lost
+from fedloom.federation.transport import ConversationKey, Gate, Lost
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial, stream
@@ -44,6 +44,8 @@ WELCOME_TIMEOUT_S = 30.0  # from connecting to the Welcome
 FIRST_BACKOFF_S = 0.1
 FIRST_NOTICE_S = 5.0  # when to log that we are still trying to connect; the interval doubles each time
 CERTAIN = 3  # consecutive failed verifications that count as final: a transmission error can break a handshake, too
+LEAVE_S = 5.0  # how long we wait for an aggregator to end the stream that we leave
+DECLINED_S = 0.1  # how often a member's conditions are checked
 CHANGED_S = 1.0  # how often certificate and token files are checked for changes
 GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
 
@@ -82,6 +84,7 @@ class WorkerConnection:
         reconnect_s: float,
         credentials: Credentials,
         bandwidth: Bandwidth | None,
+        gate: Gate | None = None,
         told: Callable[[Standing], None] = lambda standing: None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
@@ -101,7 +104,9 @@ class WorkerConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
-        self._book = AnswerBook()
+        self._gate = gate
+        self._declined: str | None = None  # reason to leave the aggregator that has admitted us
+        self._book = AnswerBook(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
         self._hello = introduction.hello()
@@ -153,6 +158,10 @@ class WorkerConnection:
         """Send the answers that are ready now."""
         if self._book.ready:
             self._post(self._send_ready)
+
+    def decline(self, reason: str) -> None:
+        """Leave the aggregator, and connect again once the member's gate is open."""
+        self._declined = reason
 
     def too_late(self, request: WorkerRequest) -> None:
         """Report that we have dropped an obsolete request."""
@@ -208,6 +217,10 @@ class WorkerConnection:
         """Open one stream after another; return the end of the run, or the error that ends the worker."""
         absence = _Absence(self._address, self._reconnect_s)
         while True:
+            if self._gate is not None and await self._opened(self._gate):
+                absence = _Absence(self._address, self._reconnect_s)
+            if self._gate is not None and self._gate.ended is not None:
+                return self._gate.ended
             ended = await self._hold_once(absence)
             if isinstance(ended, Finished | FedloomError):
                 return ended
@@ -218,6 +231,16 @@ class WorkerConnection:
                 return self._refused or absence.error(ended)
             absence.log(ended, was_up=was_up)
             await asyncio.sleep(absence.backoff_s())
+
+    async def _opened(self, gate: Gate) -> bool:
+        """Wait until the worker may be connected, or must end; return whether that took time."""
+        logged = ""
+        while gate.ended is None and (reason := await asyncio.to_thread(gate.closed)) is not None:
+            if reason != logged:
+                log.info("not connected: %s", reason)
+                logged = reason
+            await asyncio.sleep(CHANGED_S)
+        return bool(logged)
 
     async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str:
         """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect."""
@@ -252,6 +275,7 @@ class WorkerConnection:
         grpc.RpcError, ConnectionError, TimeoutError, WireError
             If there is no aggregator, it does not answer, or it sends an invalid frame.
         """
+        self._declined = None
         await self._up.free()  # the bandwidth limit must not delay a Hello
         try:
             connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
@@ -260,6 +284,8 @@ class WorkerConnection:
         async with connection.channel as channel:
 
             async def write(frame: bytes) -> None:
+                if self._gate is not None and not self._gate.count(len(frame), sending=True):
+                    return
                 await self._up.free()
                 self._up.charge(len(frame))
                 await call.write(frame)
@@ -277,6 +303,8 @@ class WorkerConnection:
                 tasks += [reader, changed, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, changed), return_when=asyncio.FIRST_COMPLETED)
                 if changed.done() and (not reader.done() or reader.exception() is not None):
+                    if changed.exception() is None and (reason := changed.result()) is not None:
+                        await self._decline(outbox, reader, reason)
                     return False
                 return reader.result()
             except grpc.aio.AioRpcError as error:
@@ -287,11 +315,26 @@ class WorkerConnection:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
 
-    async def _changed(self, connection: dial.ServerConnection) -> None:
-        """Return once our credentials have changed; conversations continue on a new channel."""
+    async def _changed(self, connection: dial.ServerConnection) -> str | None:
+        """Return once our credentials have changed, or the reason once the member's gate is closed.
+
+        Conversations continue on a new channel.
+        """
         while await asyncio.to_thread(lambda: self._credentials.current) == connection.shown:
-            await asyncio.sleep(CHANGED_S)
+            if self._gate is not None and (reason := self._declined or await asyncio.to_thread(self._gate.closed)):
+                return reason
+            await asyncio.sleep(CHANGED_S if self._gate is None else DECLINED_S)
         log.info("reconnecting with the current content of the files")
+        return None
+
+    async def _decline(self, outbox: stream.Outbox, reader: asyncio.Task[bool], reason: str) -> None:
+        """Tell the aggregator why we leave, in place of all that waits to be sent; it ends the stream."""
+        log.info("leaving the aggregator at %s: %s", self._address, reason)
+        self._book.forget()
+        outbox.clear()
+        declined = wire.Declined(reason=printable(reason, REASON_CHARACTERS))
+        outbox.put_part(None, wire.WorkerPart(declined=declined))
+        await asyncio.wait((reader,), timeout=LEAVE_S)
 
     def _failed(
         self, code: grpc.StatusCode, details: str | None, trailing: Iterable[tuple[str, Any]]
@@ -321,6 +364,8 @@ class WorkerConnection:
         async with asyncio.timeout(stream.SILENCE_S):
             data = await call.read()
         self._down.charge(len(data))
+        if self._gate is not None:
+            self._gate.count(len(data), sending=False)
         if data is grpc.aio.EOF:
             code, details, trailing = await call.code(), await call.details(), await call.trailing_metadata()
             raise self._failed(code, details, trailing or ()) or ConnectionError(connection_failure(code, details))
@@ -328,7 +373,7 @@ class WorkerConnection:
 
     async def _read(self, call: Any) -> bool:
         """Read frames until the stream ends; return whether the run is over."""
-        requests = RequestReader()
+        requests = RequestReader(self._gate)
         while True:
             await self._down.free()
             for kind, part in read_parts(wire.AggregatorFrame, await self._next(call)):

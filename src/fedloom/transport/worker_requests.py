@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedloom.core.words import REASON_CHARACTERS
-from fedloom.federation.transport import ConversationKey, Lost
+from fedloom.errors import DataError
+from fedloom.federation.transport import ConversationKey, Gate, Lost
 from fedloom.messages import Message
 from fedloom.transport.codec import Assembler, Cutter, Encoded, group_answers, join_answers, read_specs
 from fedloom.transport.frames import ChunkView, Refusal, WireError, serialize
@@ -30,9 +31,11 @@ class WorkerRequest:
     key: ConversationKey
     envelope: wire.Envelope
     assembler: Assembler | None
-    """Content of the request; None if it exceeded :data:`REQUEST_BYTES` and was skipped."""
+    """Content of the request; None if it exceeded :data:`REQUEST_BYTES`, or was ``forbidden``, and was skipped."""
     expires: float | None
     """Deadline on the monotonic clock; None if there is none."""
+    forbidden: str | None = None
+    """Reason why the member's policy does not allow its traffic; None if it does."""
 
     @property
     def expired(self) -> bool:
@@ -43,12 +46,14 @@ class WorkerRequest:
         """Decode its message.
 
         Raise WireError if the message was too large, is not in the vocabulary, or its tensors are not one row per
-        client.
+        client; DataError if it is forbidden.
         """
         envelope, assembler = self.envelope, self.assembler
         cls = vocabulary.get(envelope.message)
         if cls is None:
             raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r}")
+        if self.forbidden is not None:
+            raise DataError(self.forbidden)
         if assembler is None:
             raise WireError(
                 Refusal.SIZE, f"more than {REQUEST_BYTES} bytes; start more workers, so that each receives fewer rows"
@@ -67,7 +72,8 @@ class WorkerRequest:
 class RequestReader:
     """Assembles the requests of one stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate | None = None) -> None:
+        self._gate = gate
         self._arriving: dict[int, WorkerRequest] = {}
 
     def begin(self, begin: wire.Begin) -> None:
@@ -77,11 +83,14 @@ class RequestReader:
             raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.clients)} clients")
         if envelope.states and len(envelope.states) != len(envelope.rows):
             raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.states)} client states")
-        fits = begin.total_bytes <= REQUEST_BYTES
+        key = key_from_wire(envelope.conversation)
+        forbidden = None if self._gate is None else self._gate.charge(key, begin.total_bytes)
+        fits = begin.total_bytes <= REQUEST_BYTES and forbidden is None
         assembler = Assembler(begin, read_specs(envelope), REQUEST_BYTES) if fits else None
         expires = time.monotonic() + begin.remaining_s if begin.HasField("remaining_s") else None
-        key = key_from_wire(envelope.conversation)
-        self._arriving[begin.transfer] = WorkerRequest(envelope.incarnation, key, envelope, assembler, expires)
+        self._arriving[begin.transfer] = WorkerRequest(
+            envelope.incarnation, key, envelope, assembler, expires, forbidden
+        )
 
     def add(self, chunk: wire.Chunk | ChunkView) -> None:
         """Add a chunk of a request."""
@@ -117,7 +126,8 @@ class AnswerBook:
     Belongs to the event loop's thread, except ``ready`` and ``incarnation``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate | None = None) -> None:
+        self._gate = gate
         self.run = self.incarnation = ""
         """Run and aggregator process that admitted this worker last; empty before the first admission."""
         self.outbox: Outbox | None = None
@@ -154,6 +164,10 @@ class AnswerBook:
     def close(self, key: ConversationKey) -> None:
         """Forget a conversation."""
         self._pages.pop(key, None)
+
+    def forget(self) -> None:
+        """Forget all conversations; they are sent again to a worker that returns."""
+        self._pages.clear()
 
     def send_ready(self) -> None:
         """Send the answers that are ready, and keep them."""
@@ -205,6 +219,11 @@ class AnswerBook:
                 self._send_lost(key, key, exchange, row, answer)
         for part in group_answers([answer for _, _, answer in encoded]):
             numbers, clients, answers = zip(*encoded[part.start : part.stop], strict=True)
+            size = sum(answer.nbytes for answer in answers)
+            if self._gate is not None and (reason := self._gate.charge(key, size)) is not None:
+                for row in numbers:
+                    self._send_lost(key, key, exchange, row, Lost(reason))
+                continue
             envelope = wire.Envelope(
                 run=self.run,
                 incarnation=self.incarnation,

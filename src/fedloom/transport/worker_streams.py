@@ -41,6 +41,7 @@ STATUS = {
     Refusal.NAME: grpc.StatusCode.ALREADY_EXISTS,
     Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Refusal.SILENT: grpc.StatusCode.UNAVAILABLE,
+    Refusal.DECLINED: grpc.StatusCode.ABORTED,
 }
 """gRPC status that ends a stream, by refusal; INVALID_ARGUMENT for any other refusal."""
 
@@ -98,6 +99,11 @@ class Admission:
         members = () if self._run.presence is None else _members(hello)
         device = printable(hello.device, NAME_CHARACTERS)
         return Link(WorkerInfo(hello.worker, hello.incarnation, clients, device, members), owner=owner)
+
+    def forget(self, link: Link) -> None:
+        """Remove the clients of a worker whose member has declined from an open federation, without waiting."""
+        if self._run.presence is not None:
+            self._run.presence.forget(member.id for member in link.worker.members)
 
     def _excess_clients(self, identity: Identity, hello: wire.Hello) -> str:
         """Return why an identity announces too many clients with data of their own; empty if it does not."""
@@ -312,6 +318,8 @@ class WorkerStreams:
                 self._dispatcher.refusals.count(error.refusal)
                 log.warning("ended the stream of worker %s: %s", link.name, error, extra={"worker": link.name})
                 self._dispatcher.leave(link)  # now: a worker that does not read does not read its status either
+                if link.declined is not None:
+                    self._admission.forget(link)
                 await context.abort(STATUS.get(error.refusal, grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             self._dispatcher.leave(link)

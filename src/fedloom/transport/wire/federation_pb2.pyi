@@ -289,6 +289,12 @@ class RowLost(_message.Message):
     bug: bool
     def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., row: _Optional[int] = ..., reason: _Optional[str] = ..., bug: bool = ...) -> None: ...
 
+class Declined(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class TransferRefused(_message.Message):
     __slots__ = ("transfer", "reason")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -320,7 +326,7 @@ class WorkerFrame(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[WorkerPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class WorkerPart(_message.Message):
-    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost", "heartbeat")
+    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost", "heartbeat", "declined")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +334,7 @@ class WorkerPart(_message.Message):
     MISSING_FIELD_NUMBER: _ClassVar[int]
     ROW_LOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     begin: Begin
     chunk: Chunk
@@ -335,7 +342,8 @@ class WorkerPart(_message.Message):
     missing: Missing
     row_lost: RowLost
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    declined: Declined
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
 
 class AggregatorFrame(_message.Message):
     __slots__ = ("parts", "crc32")

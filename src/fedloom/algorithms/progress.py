@@ -1,0 +1,83 @@
+"""State of a local training between two steps, from which it continues after its process was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.local_sgd import LocalStep
+from fedloom.models.flat import Leaves
+
+
+class Progress(Protocol):
+    """Saves of the local trainings of a conversation, which are numbered. It knows files and clocks."""
+
+    def begin(self, training: int) -> Mapping[str, Tensor] | None:
+        """Begin a training; return its last save, if there is one of the same question."""
+
+    def is_due(self, *, finished: bool = False) -> bool:
+        """Return whether to save the training that has begun last, after a step or after its last step."""
+
+    def save(self, training: int, state: Mapping[str, Tensor]) -> None:
+        """Save a training, replacing its earlier save."""
+
+
+class LoopState:
+    """Everything that the steps of a local training change, beside the random draws of their batches.
+
+    Parameters
+    ----------
+    models
+        Parameters and buffers of each model that is trained.
+    tensors
+        Further tensors that steps change in place.
+    histories
+        Lists to which every step appends the same number of tensors of one shape.
+    optimizers
+        Optimizers, with their memory.
+    generators
+        Generators that steps draw from, other than those of the batches.
+    """
+
+    def __init__(
+        self,
+        *models: Leaves,
+        tensors: Sequence[Tensor] = (),
+        histories: Sequence[list[Tensor]] = (),
+        optimizers: Sequence[LocalStep] = (),
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
+        self._models, self._tensors, self._histories = models, tensors, histories
+        self._optimizers, self._generators = optimizers, generators
+
+    def _in_place(self) -> dict[str, Tensor]:
+        found = {f"tensor/{i}": tensor for i, tensor in enumerate(self._tensors)}
+        for i, model in enumerate(self._models):
+            found |= {f"model/{i}/{name}": tensor for name, tensor in (*model.items(), *model.buffers.items())}
+        return found
+
+    def read(self, *, finished: bool) -> dict[str, Tensor]:
+        """Return the tensors by name, without copying those that are changed in place."""
+        found = self._in_place() | {f"history/{i}": torch.stack(made) for i, made in enumerate(self._histories) if made}
+        if not finished:
+            for i, optimizer in enumerate(self._optimizers):
+                found |= {f"optimizer/{i}/{j}": tensor for j, tensor in enumerate(optimizer.memory())}
+        return found | {f"generator/{i}": made.get_state() for i, made in enumerate(self._generators)}
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Change everything to the state in a save."""
+        places = self._in_place()
+        device = next(iter(places.values())).device
+        for name, tensor in places.items():
+            tensor.copy_(saved[name])
+        for i, made in enumerate(self._histories):
+            made[:] = saved[f"history/{i}"].to(device).unbind() if f"history/{i}" in saved else []
+        for i, optimizer in enumerate(self._optimizers):
+            names = [name for name in saved if name.startswith(f"optimizer/{i}/")]
+            optimizer.remember([saved[f"optimizer/{i}/{j}"] for j in range(len(names))])
+        for i, generator in enumerate(self._generators):
+            generator.set_state(saved[f"generator/{i}"])

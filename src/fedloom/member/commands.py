@@ -1,0 +1,164 @@
+"""``fedloom member``: what a member has approved and spent, and its decisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.cli.options import Commands, Json
+
+if TYPE_CHECKING:
+    from fedloom.member.approvals import KnownExperiment
+    from fedloom.member.policy import PolicyFile
+
+app = Commands(
+    help="Policy of a member: experiments that wait, approvals, and what has been spent.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+PolicyPath = Annotated[
+    Path | None, typer.Option("--policy", help="The policy.", metavar="FILE", envvar="FEDLOOM_POLICY")
+]
+States = Annotated[
+    str | None, typer.Option(help="The worker's --states, unless the policy has a folder.", metavar="DIR")
+]
+Digest = Annotated[
+    str | None,
+    typer.Argument(help="Beginning of the experiment's digest; by default the only one that waits.", metavar="DIGEST"),
+]
+
+
+@app.command("show")
+def show_command(
+    digest: Annotated[
+        str | None, typer.Argument(help="Beginning of a digest: only this experiment.", metavar="DIGEST")
+    ] = None,
+    policy: PolicyPath = None,
+    states: States = None,
+    methods: Annotated[
+        bool, typer.Option("--methods", help="Show the digests of code of methods that are not FedLoom's.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show experiments with the keys that differ from the last approved one, and what today's traffic and ε are."""
+    import json
+
+    from fedloom.member.approvals import Approvals, shown
+
+    if methods:
+        _show_methods(as_json=as_json)
+        return
+    folder, file = _folder(policy, states)
+    approvals = Approvals(folder)
+    known = [each for each in approvals.known() if each.digest.startswith(digest or "")]
+    changes = {
+        each.digest: [
+            (key, shown(old), shown(new)) for key, old, new in approvals.changes(each.experiment, each.digest)
+        ]
+        for each in known
+    }
+    today, epsilons = _spent(folder, file)
+    if as_json:
+        experiments = [
+            {"digest": each.digest, "state": each.state, "since": each.since, "aggregator": each.aggregator}
+            | {"changes": [{"key": k, "before": old, "after": new} for k, old, new in changes[each.digest]]}
+            for each in known
+        ]
+        typer.echo(json.dumps({"experiments": experiments, "bytes_today": today, "epsilon": epsilons}, indent=2))
+        return
+    for each in known:
+        _show_experiment(each)
+        if each.state == "waiting" or digest is not None:
+            for key, old, new in changes[each.digest]:
+                typer.echo(f"  {key}: {old} -> {new}")
+    if not known:
+        typer.echo("no experiment has been asked for")
+    if today is not None:
+        typer.echo(f"bytes today: {today:,}")
+    for client, epsilon in epsilons.items():
+        typer.echo(f"client {client}: ε = {epsilon} in all, for replacing one example")
+
+
+@app.command("approve")
+def approve_command(digest: Digest = None, policy: PolicyPath = None, states: States = None) -> None:
+    """Let an experiment run; a worker that waits for it notices within seconds."""
+    _decide(digest, policy, states, "approved")
+
+
+@app.command("refuse")
+def refuse_command(digest: Digest = None, policy: PolicyPath = None, states: States = None) -> None:
+    """Refuse an experiment, or end one that runs; the worker notices within seconds."""
+    _decide(digest, policy, states, "refused")
+
+
+@app.command("schema")
+def schema_command() -> None:
+    """Print the JSON schema of policies."""
+    import json
+
+    from fedloom.member.policy import Policy
+
+    schema = Policy.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    typer.echo(json.dumps(schema, indent=2, ensure_ascii=False))
+
+
+def _decide(digest: str | None, policy: Path | None, states: str | None, state: str) -> None:
+    from fedloom.member.approvals import Approvals
+
+    folder, _ = _folder(policy, states)
+    _show_experiment(Approvals(folder).decide(digest, "approved" if state == "approved" else "refused"))
+
+
+def _folder(policy: Path | None, states: str | None) -> tuple[Path, PolicyFile | None]:
+    """Return the member's folder, and its policy if one is given; raise ExperimentError if there is no folder."""
+    from fedloom.core.home import expanded
+    from fedloom.errors import ExperimentError
+    from fedloom.member.policy import load_policy
+
+    file = None if policy is None else load_policy(policy)
+    folder = (None if states is None else expanded(states)) if file is None else file.folder(states)
+    if folder is None:
+        raise ExperimentError("Give --policy FILE with a folder, or --states DIR.", key="policy")
+    return folder, file
+
+
+def _show_experiment(known: KnownExperiment) -> None:
+    from datetime import datetime
+
+    when = datetime.fromtimestamp(known.since).isoformat(" ", "seconds")
+    name, method = known.experiment.get("name"), (known.experiment.get("algorithm") or {}).get("name")
+    typer.echo(f"{known.digest} {known.state} since {when}: {name}, {method}, from {known.aggregator}")
+
+
+def _spent(folder: Path, file: PolicyFile | None) -> tuple[int | None, dict[str, str]]:
+    """Return today's bytes, and the total ε of each client at the policy's δ."""
+    from fedloom.core.words import rounded_up
+    from fedloom.member.usage import RECORD, Usage
+    from fedloom.privacy.spent import Spent
+
+    if not (folder / RECORD).exists():
+        return None, {}
+    usage = Usage(folder, writes=False)
+    if file is None or (privacy := file.policy.privacy) is None:
+        return usage.today, {}
+    totals = {client: Spent((), tuple(usage.costs(client).values())).total(privacy.delta) for client in usage.clients()}
+    return usage.today, {client: rounded_up(total.epsilon) for client, total in totals.items()}
+
+
+def _show_methods(*, as_json: bool) -> None:
+    import json
+
+    from fedloom.algorithms.base import available, find_algorithm
+    from fedloom.member.policy import code_digest
+
+    found = {name: code_digest(type(find_algorithm(name))) for name in available()}
+    foreign = {name: digest for name, digest in found.items() if digest is not None}
+    if as_json:
+        typer.echo(json.dumps(foreign, indent=2))
+    elif not foreign:
+        typer.echo("all methods are FedLoom's own")
+    for name, digest in foreign.items() if not as_json else ():
+        typer.echo(f"{name}: {digest}")
