@@ -30,16 +30,28 @@ def readme(values: Path = CHART / "values.yaml") -> str:
 
 
 def schema(chart: Path = CHART) -> str:
-    """Return the text of the schema, in which every value has its comment as description."""
+    """Return the text of the schema, in which every value has its comment as description.
+
+    A value that the schema lacks gets the type of its default; narrower rules are written into the schema by hand.
+    """
     tree = json.loads((chart / "values.schema.json").read_text())
     text = (chart / "values.yaml").read_text()
     for path, comment in [*sections(text), *((key, comment) for key, _, comment in documented(text))]:
-        node = tree
+        node, default = tree, yaml.safe_load(text)
         for name in path.split("."):
-            parent, last, node = node["properties"], name, node["properties"][name]
+            default = default[name]
+            parent, last = node["properties"], name
+            node = parent.setdefault(name, _typed(default))
         rest = {key: value for key, value in node.items() if key != "description"}
         parent[last] = {"description": comment, **rest}
     return json.dumps(tree, indent=2) + "\n"
+
+
+def _typed(default: Any) -> dict[str, Any]:
+    """Return the rule of a value that has only a default."""
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    rule: dict[str, Any] = {"type": names[type(default)]}
+    return {**rule, "additionalProperties": False, "properties": {}} if default and rule["type"] == "object" else rule
 
 
 def sections(text: str) -> list[tuple[str, str]]:

@@ -42,6 +42,11 @@ def cli_page() -> str:
     assert isinstance(root, typer.core.TyperGroup)
     parts = [CLI_HEAD, *_table([p for p in root.params if p.name != "help"], "Before any command:"), ""]
     for path, command in _commands(root, ("fedloom",)):
+        if hasattr(command, "commands"):
+            above = f"Before any command of the group, as in `{' '.join(path)} --{command.params[0].name} ... COMMAND`:"
+            table = _table([p for p in command.params if p.name != "help"], above)
+            parts += [f"## `{' '.join(path)}`", "", command.help or "", "", *table, ""]
+            continue
         arguments = [_metavar(p) for p in command.params if p.param_type_name == "argument"]
         options = [p for p in command.params if p.param_type_name == "option"]
         usage = " ".join([*path, *arguments, *(["[OPTIONS]"] if options else [])])
@@ -52,10 +57,10 @@ def cli_page() -> str:
 
 def _commands(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, command in group.commands.items():
+        if not hasattr(command, "commands") or any(p.name != "help" for p in command.params):
+            yield (*path, name), command
         if hasattr(command, "commands"):
             yield from _commands(command, (*path, name))
-        else:
-            yield (*path, name), command
 
 
 def _table(params: list[Any], above: str = "") -> list[str]:

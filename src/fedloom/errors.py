@@ -37,7 +37,8 @@ OPTIONS: Mapping[str, str] = {
     "no_report": "--no-report",
     "packed": "--data",
     "set": "--set ",
-    **{name: f"--set {name}" for name in ("class_counts", "delta", "predictor", "timeout_s")},
+    **{name: f"--set {name}" for name in ("class_counts", "clip", "delta", "predictor", "timeout_s")},
+    **{name: f"--set {name}" for name in ("test_fraction", "validation_fraction")},
 }
 """Arguments whose option has a different name, or that are keys of ``--set``; others are ``--name-with-dashes``."""
 

@@ -72,7 +72,7 @@ def fedloom(environment: dict[str, str], *arguments: str | Path) -> subprocess.C
 @pytest.mark.slow
 def test_the_examples_train_in_worker_processes(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "run"
-    fetched = fedloom(environment, "data", "fetch", "people", "--from", people, "--root", data)
+    fetched = fedloom(environment | {"FEDLOOM_DATA": str(data)}, "data", "fetch", "people", "--from", people)
     assert fetched.returncode == 0, fetched.stderr
     assert "15 owners" in fetched.stdout
     (tmp_path / "mine.yaml").write_text(EXPERIMENT.replace("DATA", str(data)))
@@ -170,7 +170,8 @@ def test_values_that_do_not_fit_the_example_task_are_rejected(
 def test_a_faulty_example_file_is_rejected(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
     text = (people / "people.csv").read_text().replace("vowel-3", "umlaut", 1)
     (people / "people.csv").write_text(text)
-    refused = fedloom(environment, "data", "fetch", "people", "--from", people, "--root", tmp_path / "data")
+    data = {"FEDLOOM_DATA": str(tmp_path / "data")}
+    refused = fedloom(environment | data, "data", "fetch", "people", "--from", people)
     assert refused.returncode == 3
     assert re.search(r"people.csv, line \d+: .*umlaut.*vowel-0", refused.stderr)
     assert not (tmp_path / "data" / "datasets" / "people").exists()

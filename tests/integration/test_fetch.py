@@ -256,7 +256,7 @@ def test_if_all_sources_fail_each_is_named_and_no_file_is_left(
     ):
         assert tells(line, *facts), line
     hint = "train-images-idx3-ubyte, train-labels-idx1-ubyte"
-    assert tells(message, hint, f"fedloom data fetch tiny --root {tmp_path / 'root'} --from DIR")
+    assert tells(message, hint, f"FEDLOOM_DATA={tmp_path / 'root'} fedloom data fetch tiny --from DIR")
     assert not (tmp_path / "root" / "datasets" / "tiny").exists()
     assert leftovers(tmp_path / "root") == []
 
@@ -532,7 +532,7 @@ def test_a_source_whose_requirement_is_missing(
     (tmp_path / "root" / "datasets" / "tiny" / "t10k-labels-idx1-ubyte").unlink()
     with refusing(DataError, "Tiny", "missing") as error:
         datasets.load_dataset(owned, tmp_path / "root")
-    assert tells(str(error.value), "t10k-labels", "fedloom data fetch tiny --root", tmp_path / "root")
+    assert tells(str(error.value), "t10k-labels", f"FEDLOOM_DATA={tmp_path / 'root'} fedloom data fetch tiny")
     datasets.fetch_dataset(owned, tmp_path / "root")
     assert stored(tmp_path / "root") == tiny_files
 
@@ -557,7 +557,7 @@ def test_user_files_are_checked_and_their_checksums_recorded(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     source, root = own_source(tiny_source, official=False), tmp_path / "root"
-    hint = f"fedloom data fetch tiny --root {root} --from DIR, where DIR holds own/*ubyte, which you made"
+    hint = f"FEDLOOM_DATA={root} fedloom data fetch tiny --from DIR, where DIR holds own/*ubyte, which you made"
     for attempt in (
         lambda: datasets.fetch_dataset(source, root),
         lambda: datasets.load_dataset(source, root),

@@ -237,7 +237,7 @@ def test_a_killed_container_restarts_and_one_without_models_gives_the_reason(run
 def test_the_command_in_the_hint_saves_the_models_of_the_run(run: Path, tmp_path: Path) -> None:
     with refusing(ExperimentError, "models"):
         save_models(run, run / "models", suffix=".pt2")  # a new folder
-    made = CliRunner().invoke(app, ["personalize", str(run), "--out", str(tmp_path / "models"), "--format", "pt2"])
+    made = CliRunner().invoke(app, ["personalize", str(run), "--out", str(tmp_path / "models"), "--set", "format=pt2"])
     assert made.exit_code == 0
     names = sorted(path.name for path in (tmp_path / "models").iterdir())
     assert names == sorted(path.name for path in (run / "models").iterdir())

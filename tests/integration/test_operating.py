@@ -86,7 +86,7 @@ def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: P
         assert [(worker["name"], worker["identity"]) for worker in now["workers"]] == [
             ("w-north", "members"), ("w-south", "members"),
         ]  # fmt: skip
-        assert tells(asks("clients", address), "north", "connected", "w-north", "south")
+        assert tells(asks("status", "--clients", address), "north", "connected", "w-north", "south")
         assert tells(asks("federation", "pause", address, code=4), "error:", "eye", "control the federation")
 
         asks("federation", "pause", address, name="boss")

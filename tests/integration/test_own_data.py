@@ -71,7 +71,7 @@ def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
         source.write_text("\n".join([",".join(["vowel", *FEATURES]), *lines]))
         out = tmp_path / "packed" / f"s{speaker}"
         code, output, _ = fedloom(
-            "data", "pack", source, "--out", out, "--experiment", experiment, "--read", "label=vowel"
+            "data", "pack", source, "--out", out, "--experiment", experiment, "--set", "label=vowel"
         )
         assert code == 0
         assert tells(output, f"speaker-{speaker}", 44, 9, 13, "9 features", "11 classes", out)
@@ -123,7 +123,7 @@ def test_a_member_without_labels_trains_only_with_a_suitable_method(
     rows = [line.split(",", 1)[1] for line in (tmp_path / "speaker-2.csv").read_text().splitlines()]
     bare.write_text("\n".join(rows))
     out = packed / "s5"
-    assert fedloom("data", "pack", bare, "--out", out, "--experiment", experiment, "--unlabelled")[0] == 0
+    assert fedloom("data", "pack", bare, "--out", out, "--experiment", experiment, "--set", "labelled=false")[0] == 0
     flowdup = "algorithm={name: flowdup, local: {steps: 3, lr: 0.1}, embedding: {network: mlp, labels: false}}"
     trains, labelled = (0, 1, 5), (0, 1)
     for workers in (0, 1):
@@ -231,7 +231,7 @@ def test_a_ledger_counts_the_training_of_its_owner(
     assert (found["delta"], found["basic"], len(found["trainings"])) == (1e-4, False, 1)
     code, again, output = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a" / "summary.json", "--json")
     assert (code, json.loads(again), bool(output)) == (0, found, True)  # counted once, by its summary
-    code, out, _ = fedloom("ledger", tmp_path / "l", "--budget", 100)
+    code, out, _ = fedloom("ledger", tmp_path / "l")
     assert (code, mentions(out, "vowels", rounded_up(found["epsilon"]))) == (0, True)
     cost = python.privacy_cost(of(experiment, *keys), clients=5, examples=44, ledger=tmp_path / "l")
     assert cost.with_ledger is not None
@@ -334,16 +334,14 @@ def test_clients_with_own_data_are_measured_and_get_models(packed: Path, experim
 
 
 def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path, fedloom: Run) -> None:
-    code, output, _ = fedloom("worker", "--data", packed / "s0", "--observe", packed / "s1", "--dry-run")
+    code, output, _ = fedloom("worker", "--data", packed / "s0", "--observe", packed / "s1", "--dry-run", "any")
     assert code == 0
     assert tells(output, '"id": "speaker-0"', '"train": 44', '"labelled": true', '"observer": true', "InputMoments.sum")
     assert output.count('"class_counts": []') == 2
     for facts in (("fedavg", "Update.delta_theta"), ("pefll", "Descriptor.v"), ("pfedbayes", "Gaussian"), ("Metrics",)):
         assert tells(output, *facts)
-    assert "InputMoments" not in fedloom("worker", "--observe", packed / "s1", "--dry-run")[1]
-    code, output, _ = fedloom(
-        "worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment, "--set", "class_counts=true"
-    )
+    assert "InputMoments" not in fedloom("worker", "--observe", packed / "s1", "--dry-run", "any")[1]
+    code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", experiment, "--set", "class_counts=true")
     assert code == 0
     assert tells(
         output, '"class_counts": [4', "Update.delta_theta", "model_update", "[137]", 137, "Update.loss", "loss"
@@ -361,7 +359,7 @@ def test_dry_run_marks_values_that_are_only_summed(
     if name != "fedavg":
         text = text.replace("name: fedavg, local: {steps: 3, lr: 0.1}, personalize_steps: 2", f"name: {name}")
     experiment.write_text(text)
-    code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
+    code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", experiment)
     assert code == 0
     rows = [line.rstrip() for line in output.splitlines() if line.rstrip().endswith(("individually", "only in sums"))]
     assert [line.split()[0] for line in rows if line.endswith("individually")] == plain
@@ -382,7 +380,7 @@ def test_dry_run_marks_values_with_noise(
     given = f"    normalization: {{mean: {[0.0] * 9}, std: {[1.0] * 9}}}\nmodel"
     text = experiment.read_text().replace("model", given, 1).replace("checkpoint_every_s: 0", private)
     experiment.write_text(text.replace("name: fedavg", "name: fedavg, weighting: uniform"))
-    code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
+    code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", experiment)
     assert code == 0
     assert tells(output, "Update.loss", *facts)
     assert "InputMoments" not in output
@@ -406,12 +404,11 @@ def test_unusable_folders_are_rejected(packed: Path, experiment: Path, tmp_path:
         (("worker", *at, *data, "--partition", "x"), 2, ("--partition", "--data", "both")),
         (("worker", *at, *data, "--clients", "speaker-9"), 2, ("--clients", "speaker-9", "speaker-0")),
         (("worker", *data), 2, ("--aggregator", "HOST:PORT")),
-        (("worker", *at, *data, "--experiment", "x"), 2, ("--experiment", "--dry-run")),
-        (("worker", "--partition", "x", "--dry-run"), 2, ("--dry-run", "--data")),
-        (("worker", *data, "--dry-run", "--experiment", dealt), 2, ("--experiment", "data.own")),
-        (("worker", *data, "--dry-run", "--only-sums", "--experiment", experiment), 4, ("--only-sums",)),
+        (("worker", "--partition", "x", "--dry-run", "any"), 2, ("--dry-run", "--data")),
+        (("worker", *data, "--dry-run", dealt), 2, ("--dry-run", "data.own")),
+        (("worker", *data, "--only-sums", "--dry-run", experiment), 4, ("--only-sums",)),
         (("data", "pack", "x.csv", "--out", "y", "--experiment", dealt), 2, ("--experiment", "data.own")),
-        (("data", "pack", "x.csv", "--out", "y", "--set", "seed=1"), 2, ("--set", "--experiment")),
+        (("data", "pack", "x.csv", "--out", "y", "--set", "seed=-1"), 2, ("--set", "seed", -1)),
         (("data", "pack", "x.csv", "--out", "y"), 3, ("x.csv", "does not exist")),
         (("run", experiment, "--data", tmp_path), 3, ("client.json",)),
     ):
@@ -433,7 +430,7 @@ def test_a_client_with_reordered_columns_gets_no_model(
     swapped = tmp_path / "swapped.csv"
     swapped.write_text("\n".join(",".join([row[0], row[2], row[1], *row[3:]]) for row in rows))
     for name, more in (("swapped", ()), ("ordered", ("--experiment", experiment))):
-        assert fedloom("data", "pack", swapped, "--out", tmp_path / name, "--read", "label=vowel", *more)[0] == 0
+        assert fedloom("data", "pack", swapped, "--out", tmp_path / name, "--set", "label=vowel", *more)[0] == 0
     run_experiment(of(experiment), options(packed, tmp_path / "run"))
     asked = ("personalize", tmp_path / "run", "--out", tmp_path / "m.safetensors", "--data")
     found, _, output = fedloom(*asked, tmp_path / "swapped")

@@ -72,12 +72,12 @@ def test_client_spans_are_children_of_their_rounds_exchange(
         tmp_path, fresh_root, federation={"rounds": 2, "clients_per_round": CLIENTS, "checkpoint_every_s": 0}
     )
 
-    def ran(name: str, *options: str, **environment: str) -> Path:
-        fedloom(*options, "run", reported, "--workers", 2, "--out", tmp_path / name, environment=environment)
+    def ran(name: str, **environment: str) -> Path:
+        fedloom("run", reported, "--workers", 2, "--out", tmp_path / name, environment=environment)
         return tmp_path / name
 
     plain = ran("plain")
-    traced = ran("traced", "--tracing", OTEL_EXPORTER_OTLP_ENDPOINT=collector.address)
+    traced = ran("traced", FEDLOOM_TRACING="true", OTEL_EXPORTER_OTLP_ENDPOINT=collector.address)
     lost = ran("lost", FEDLOOM_TRACING="1", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
     assert final(plain) == final(traced) == final(lost)
     assert scores(plain) == scores(traced) == scores(lost)
@@ -113,5 +113,6 @@ def test_disabled_tracing_imports_nothing_and_logs_nothing() -> None:
 
 
 def test_another_trace_protocol_is_rejected(tmp_path: Path) -> None:
-    output = fedloom("--tracing", "run", tmp_path, code=2, environment={"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
+    environment = {"FEDLOOM_TRACING": "1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    output = fedloom("run", tmp_path, code=2, environment=environment)
     assert tells(output, "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf")

@@ -35,7 +35,7 @@ def pipeline(api: KubeflowApi, tmp_path: Path) -> Callable[..., Result]:
 
     def run(*arguments: str, **settings: Any) -> Result:
         (tmp_path / "kubeflow.yaml").write_text(yaml.safe_dump({"host": api.host, **settings}))
-        return CliRunner().invoke(app, ["pipeline", *arguments, "--kubeflow", str(tmp_path / "kubeflow.yaml")])
+        return CliRunner().invoke(app, ["pipeline", "--kubeflow", str(tmp_path / "kubeflow.yaml"), *arguments])
 
     return run
 

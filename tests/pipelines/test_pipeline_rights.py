@@ -58,7 +58,7 @@ def test_a_profile_editor_has_all_rights_the_commands_need(tmp_path: Path) -> No
         place.write_text(yaml.safe_dump({"host": api.host, "namespace": "team-a"}))
 
         def fedloom(*arguments: str) -> BaseException | None:
-            return CliRunner().invoke(app, ["pipeline", *arguments, "--kubeflow", str(place)]).exception
+            return CliRunner().invoke(app, ["pipeline", "--kubeflow", str(place), *arguments]).exception
 
         submit = ("submit", "personalized_federation", str(experiment), "--param", "backend=local")
         api.faults = [Fault("POST /runs", drop="after", times=1)]

@@ -224,11 +224,11 @@ def test_an_interrupted_submission_starts_nothing(
 
 
 def started(api: KubeflowApi, files: tuple[str, str], *arguments: str) -> subprocess.Popen[str]:
-    command = [*FEDLOOM, "pipeline", "submit", "personalized_federation", files[0], "--cluster", files[1]]
+    command = [*FEDLOOM, "pipeline", "--kubeflow", api.host, "submit", "personalized_federation", files[0]]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return Popen(
-        [*command, "--set", "storage=s3://bucket/fedloom", "--kubeflow", api.host, *arguments],
+        [*command, "--cluster", files[1], "--set", "storage=s3://bucket/fedloom", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -466,7 +466,7 @@ def test_servers_that_are_not_kubeflow(api: KubeflowApi, submit: Submit, files: 
         message = failed(submit(host=f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
     assert "cannot be reached" in message
     for option, facts in (((), ("--kubeflow", "in-cluster")), (("--kubeflow", "kubeflow"), ("kubeflow", "no such"))):
-        command = ["pipeline", "submit", "personalized_federation", files[0], "--param", "backend=local", *option]
+        command = ["pipeline", *option, "submit", "personalized_federation", files[0], "--param", "backend=local"]
         assert tells(failed(CliRunner().invoke(app, command), ExperimentError), *facts)
 
 

@@ -318,14 +318,17 @@ def test_layers_trained_beside_the_adapter_are_saved_with_it(done: Any, tmp_path
 
 def test_the_command_line_saves_adapters(done: Any, tmp_path: Path) -> None:
     run, out = done("bert", FEDAVG), tmp_path / "adapters"
-    output = CliRunner().invoke(app, ["personalize", str(run.folder), "--out", str(out), "--format", "peft"])
+    output = CliRunner().invoke(app, ["personalize", str(run.folder), "--out", str(out), "--set", "format=peft"])
     assert output.exit_code == 0, output.output
     models = run.models()
     assert {folder.name for folder in out.iterdir()} == {f"{client}.peft" for client in models}
     for client, personal in models.items():
         found = logits_of("bert", opened("bert", out / f"{client}.peft"), personal).softmax(1)
         torch.testing.assert_close(found, personal(torch.from_numpy(TOKENS[:7])), rtol=0, atol=1e-6)
-    for arguments in (["--out", str(tmp_path / "x"), "--format", "gguf"], ["--out", "x.peft", "--format", "peft"]):
+    for arguments in (
+        ["--out", str(tmp_path / "x"), "--set", "format=gguf"],
+        ["--out", "x.peft", "--set", "format=peft"],
+    ):
         refused = CliRunner().invoke(app, ["personalize", str(run.folder), *arguments]).exception
         assert isinstance(refused, ExperimentError)
         assert refused.key == "format"

@@ -1020,7 +1020,7 @@ def notes_of(scenario: str, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_commands_and_variables_exist_in_the_command_line(scenario: str) -> None:
     commands: Any = get_command(app)
-    known = {"FEDLOOM_S3_ENDPOINT", *(each.envvar for each in commands.params)}
+    known = {"FEDLOOM_S3_ENDPOINT", "FEDLOOM_TRACING", *(each.envvar for each in commands.params)}
     for name, pod in helm.pods(helm.rendered(scenario)):
         for container in containers(pod):
             if container["command"] != ["fedloom"]:

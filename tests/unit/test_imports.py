@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import fedloom
+from fedloom.tasks.names import TaskName
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
@@ -132,6 +134,8 @@ def violations(source: Path) -> list[str]:
         for item in imports(tree, package):
             if reason := refused(room, item):
                 found.append(f"{relative}:{item.line}: {room} {reason}")
+        if room != "tasks":
+            found += [f"{relative}:{line}: decides by the task {name}" for line, name in task_decisions(tree)]
         if "wire" not in relative.parts:
             found += [f"{relative}:{line}: {name} pickles" for line, name in pickling(tree)]
     return found
@@ -171,6 +175,25 @@ def pickling(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"torch.{node.attr}"
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             yield node.value.lineno, "allow_pickle"
+
+
+def task_decisions(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield comparisons with names of tasks, choices by them in mappings, and cases; declarations may list them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            parts = [each for side in sides for each in getattr(side, "elts", [side])]
+        elif isinstance(node, ast.Dict):
+            parts = [each for each in node.keys if each is not None]
+        elif isinstance(node, ast.Subscript):
+            parts = [] if ast.unparse(node.value) == "Literal" else [node.slice]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        else:
+            continue
+        for each in parts:
+            if isinstance(each, ast.Constant) and each.value in get_args(TaskName):
+                yield each.lineno, str(each.value)
 
 
 def test_packages_import_only_allowed_packages() -> None:
@@ -233,6 +256,10 @@ def test_a_public_name_is_defined_once() -> None:
         ("cluster/a.py", "from fedloom.engine import assemble", "cluster imports fedloom.engine"),
         ("audits/a.py", "from fedloom.reporting.commands import f", "audits imports fedloom.reporting.commands.f"),
         ("new/a.py", "from fedloom.data import federated", "new is a room this test does not know"),
+        ("data/a.py", "if spec.task == 'regression': ...", "decides by the task regression"),
+        ("data/a.py", "x = task not in (None, 'segmentation')", "decides by the task segmentation"),
+        ("models/a.py", "x = {'multilabel': 1}[task.name]", "decides by the task multilabel"),
+        ("models/a.py", "match task.name:\n    case 'next_token': ...", "decides by the task next_token"),
         ("cli/a.py", "import pickle", "cli imports pickle, which pickles"),
         ("data/a.py", "import torch\ntorch.load('x')", "torch.load pickles"),
         ("data/a.py", "from torch import save", "torch.save pickles"),
@@ -254,6 +281,7 @@ def test_a_forbidden_import_is_detected(tmp_path: Path, where: str, code: str, e
         ("algorithms/a.py", "import torch\nfrom fedloom.models.flat import FlatModel\nfrom .base import Settings"),
         ("transport/a.py", "import grpc\nimport fedloom.federation.transport\nimport fedloom.errors"),
         ("cli/a.py", "import fedloom\nfrom fedloom.transport import codec"),
+        ("models/a.py", "tasks = ('classification', 'regression')\ntask = Literal['regression']"),
         ("data/a.py", "numpy.load('x', allow_pickle=False)"),
     ],
 )  # fmt: skip

@@ -204,7 +204,7 @@ def test_the_number_of_classes_is_asked_for(numbers: tuple[int, ...], tmp_path: 
 def test_the_command_states_the_number_of_classes(tmp_path: Path) -> None:
     masked(tmp_path / "m", numbered(0, 2, 255))
     done = CliRunner().invoke(
-        app, ["data", "pack", str(tmp_path / "m"), "--out", str(tmp_path / "out"), "--read", "outputs=3"]
+        app, ["data", "pack", str(tmp_path / "m"), "--out", str(tmp_path / "out"), "--set", "outputs=3"]
     )
     assert done.exit_code == 0
     assert mentions(done.output, "segmentation of 3 outputs", "255")

@@ -396,8 +396,8 @@ def test_errors_name_command_line_options(tmp_path: Path, fedloom: Callable[...,
     (tmp_path / "t.csv").write_text("u,v,class\n1,2,no\n")
     packed = ("data", "pack", str(tmp_path / "t.csv"), "--out", str(tmp_path / "out"))
     for more, facts in (
-        ((), ("'label'", "--read label")),
-        (("--read", "label=class", "--read", "split=part"), ("'part'", "--read split")),
+        ((), ("'label'", "--set label")),
+        (("--set", "label=class", "--set", "split=part"), ("'part'", "--set split")),
     ):
         code, _, output = fedloom(*packed, *more)
         assert code == ExitCode.DATA

@@ -106,10 +106,10 @@ def test_the_suggested_command_fetches_to_the_requested_root(
 ) -> None:
     default, other = tmp_path / "root", tmp_path / "its own"
     monkeypatch.setenv("FEDLOOM_DATA", str(default))
-    for root, option in ((default, ""), (other, f" --root '{other}'")):
+    for root, variable in ((default, ""), (other, f"FEDLOOM_DATA='{other}' ")):
         with pytest.raises(DataError) as missing:
             load_dataset(DATASETS[name], root)
-        assert f"fedloom data fetch {name}{option}{more}" in str(missing.value)
+        assert f"fetch it: {variable}fedloom data fetch {name}{more}" in str(missing.value)
 
 
 def test_a_single_owner_is_named(fetch: Run, tmp_path: Path) -> None:
@@ -141,7 +141,8 @@ def test_the_list_shows_local_datasets(data: Run, tmp_path: Path, monkeypatch: p
     assert {listed()[name]["bytes"] for name in ("vowel", "femnist")} == {None}
 
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = data("list", "--root", tmp_path / "elsewhere")
+    monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "elsewhere"))
+    code, out, _ = data("list")
     assert code == 0
     assert max(map(len, out.splitlines()[:-1])) <= 80
     for name, source in DATASETS.items():

@@ -1,4 +1,4 @@
-"""Activity of a federation: its monitor, and ``fedloom status`` and ``fedloom clients`` from a run's files."""
+"""Activity of a federation: its monitor, and ``fedloom status``, with and without ``--clients``, from a run's files."""
 
 from __future__ import annotations
 
@@ -162,11 +162,12 @@ def test_a_run_without_an_end_is_listed(tmp_path: Path) -> None:
     [
         (["status", "{t}/absent"], 3, ("{t}/absent", "folder", "exist", "fedloom run")),
         (["status", "{t}"], 3, ("no experiment.yaml",)),
-        (["clients", "{t}"], 3, ("no experiment.yaml",)),
+        (["status", "--clients", "{t}"], 3, ("no experiment.yaml",)),
         (["status", "localhost:99999"], 2, ("HOST:PORT", "99999")),
         (["status", "127.0.0.1:1"], 8, ("127.0.0.1:1", "nothing listens")),
-        (["clients", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
+        (["status", "--clients", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
         (["federation", "pause", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
+        (["status", "--clients", "--follow"], 2, ("--follow", "--clients")),
         (["federation", "stop", "{t}"], 2, ("HOST:PORT", "{t}")),
         (["status", "ftp://x/y"], 2, ("ftp://x/y",)),
         (["status", "h:1", "--credentials", "{t}/absent"], 2, ("absent",)),
@@ -186,8 +187,8 @@ def test_the_newest_run_is_shown_without_an_argument(tmp_path: Path, monkeypatch
     assert tells(CliRunner().invoke(app, ["status"]).stdout, "small", "fedavg", "interrupted", "round 3 of 5")
     reported = json.loads(CliRunner().invoke(app, ["status", "--json"]).stdout)
     assert (reported["phase"], reported["round"], reported["durable_round"]) == ("interrupted", 3, 3)
-    assert tells(CliRunner().invoke(app, ["clients"]).stdout, "c0", "trains", "c2", "observes")
-    assert json.loads(CliRunner().invoke(app, ["clients", "--json"]).stdout)[2]["id"] == "c2"
+    assert tells(CliRunner().invoke(app, ["status", "--clients"]).stdout, "c0", "trains", "c2", "observes")
+    assert json.loads(CliRunner().invoke(app, ["status", "--clients", "--json"]).stdout)[2]["id"] == "c2"
     lines = CliRunner().invoke(app, ["status", "--follow", "--json"]).stdout.splitlines()
     assert [json.loads(line)["round"] for line in lines] == [3]  # it is over
 
@@ -196,8 +197,8 @@ IMPORTS = """
 import sys
 from fedloom.cli.main import main
 
-for command, where, code in [(c, *w) for c in ("status", "clients") for w in ((FOLDER, 0), ("127.0.0.1:1", 8))]:
-    sys.argv = ["fedloom", command, where]
+for more, where, code in [(c, *w) for c in ([], ["--clients"]) for w in ((FOLDER, 0), ("127.0.0.1:1", 8))]:
+    sys.argv = ["fedloom", "status", *more, where]
     try:
         main()
     except SystemExit as end:

@@ -221,15 +221,15 @@ def test_the_command_packs_texts(folder: str, tmp_path: Path) -> None:
         return CliRunner().invoke(app, ["data", "pack", str(path), "--out", str(tmp_path / "out"), *options])
 
     for option, facts in (
-        ("text.column=review", ("--read", "text.tokenizer", "text.length")),
-        ("colour=1", ("--read", "colour")),
-        ("label", ("--read label", "KEY=VALUE")),
+        ("text.column=review", ("--set", "text.tokenizer", "text.length")),
+        ("colour=1", ("--set", "colour")),
+        ("label", ("--set label", "KEY=VALUE")),
     ):
-        refused = command("--read", option)
+        refused = command("--set", option)
         assert isinstance(refused.exception, ExperimentError)
         assert mentions(str(refused.exception), *facts), str(refused.exception)
     text = f"text={{column: review, tokenizer: '{folder}', length: 5}}"
-    done = command("--read", text, "--read", "text.padding=left")
+    done = command("--set", text, "--set", "text.padding=left")
     assert done.exit_code == 0, done.output
     card = read_card(tmp_path / "out")
     assert mentions(done.output, card.spec.inputs["input_ids"].tokenizer, "owner", "when")

@@ -34,7 +34,7 @@ class Neighbours(ModelPredictor):
         super().__init__(model, theta)
         self.features, self.labels, self.scale = self._features(x), y, scale
         self.k, self.mixing = 1, 0.0
-        self.classifies = model.task.is_classification
+        self.classifies = model.task.kind.is_class
 
     def choose(self, x: Tensor, ks: list[int], mixings: list[float]) -> None:
         """Choose the k and λ that predict the most examples of the datastore correctly, each left out of its own vote.

@@ -66,7 +66,7 @@ def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: Fl
 
 def check_masks(settings: Any, model: FlatModel) -> None:
     """Raise ExperimentError if settings mask absent labels, but the model does not classify."""
-    if model.task.is_classification and model.needs_labels:
+    if model.task.kind.is_class and model.needs_labels:
         return
     for key in _masks(settings, "algorithm."):
         task = model.task.name if model.needs_labels else "data without labels"

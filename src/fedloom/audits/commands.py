@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from fedloom.cli.options import Checkpoint, OwnFolders, Set, refuse_options
 from fedloom.core.words import pluralize
-
-if TYPE_CHECKING:
-    from fedloom.audits.canary_audit import CanaryOptions
 
 
 def audit_command(
@@ -65,31 +62,22 @@ def audit_command(
         refuse_options(of_canaries, "needs --canaries.")
         if Path(where).is_file():
             raise ExperimentError(f"{where} is an experiment; give --canaries to audit it.", key="canaries")
-        run = _audit_run(where, checkpoint, data)
+        from fedloom.runs.folder import RunFolder
+
+        RunFolder.open(where)  # fail early, before torch is imported
+        from fedloom.audits.run_audit import audit_run
+
+        run = Path(where)
+        audit_run(run, checkpoint, data or ())
     else:
         refuse_options({"--checkpoint": checkpoint != "last"}, "is for a run, and --canaries for an experiment.")
-        from fedloom.audits.canary_audit import CanaryOptions
+        from fedloom import experiment as experiments
+        from fedloom.api.watch import Watch
+        from fedloom.audits.canary_audit import CanaryOptions, audit_with_canaries
 
-        run = _audit_experiment(where, set_, CanaryOptions(canaries, of, out, partition, norm, data=tuple(data or ())))
+        options = CanaryOptions(canaries, of, out, partition, norm, data=tuple(data or ()))
+        run = audit_with_canaries(experiments.load_experiment(where, set_ or ()), options, Watch())
     show_audit(run)
-
-
-def _audit_run(where: str, checkpoint: str, data: list[Path] | None) -> Path:
-    from fedloom.runs.folder import RunFolder
-
-    RunFolder.open(where)  # fail early, before torch is imported
-    from fedloom.audits.run_audit import audit_run
-
-    audit_run(Path(where), checkpoint, data or ())
-    return Path(where)
-
-
-def _audit_experiment(where: str, set_: list[str] | None, options: CanaryOptions) -> Path:
-    from fedloom import experiment as experiments
-    from fedloom.api.watch import Watch
-    from fedloom.audits.canary_audit import audit_with_canaries
-
-    return audit_with_canaries(experiments.load_experiment(where, set_ or ()), options, Watch())
 
 
 def show_audit(run: Path) -> None:

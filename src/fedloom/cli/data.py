@@ -15,12 +15,9 @@ from fedloom.core.words import pluralize
 if TYPE_CHECKING:
     from fedloom.data.datasets import Dataset, RawDataset
 
-ROOT = typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
-
 
 def fetch_command(
     name: Annotated[str, typer.Argument(help="The data set, such as fashion-mnist.")],
-    root: Annotated[Path | None, ROOT] = None,
     copy_from: Annotated[
         Path | None,
         typer.Option(
@@ -30,19 +27,21 @@ def fetch_command(
         ),
     ] = None,
 ) -> None:
-    """Fetch a data set. It is verified and stored where experiments look for it."""
+    """Fetch a data set. It is verified and stored where experiments look for it.
+
+    The folder is $FEDLOOM_DATA, by default ~/.cache/fedloom.
+    """
     from fedloom.data import datasets
 
     source = datasets.find_dataset(name)
     with show_progress(bytes_counted=True) as report:
         folder = datasets.fetch_dataset(
             source,
-            root,
             copy_from=copy_from,
             on_progress=lambda now: report(f"{name}: {now.doing}", now.done, now.total),
         )
         report(f"{name}: reading", 0, None)
-        official = datasets.load_dataset(source, root)
+        official = datasets.load_dataset(source)
     typer.echo(f"{name} is in {folder}")
     typer.echo(description(source, official))
 
@@ -63,10 +62,7 @@ def description(source: Dataset, official: RawDataset) -> str:
     return f"{source.title}: {examples}, {classes}; {whose}\nlicence: {source.licence}"
 
 
-def list_command(
-    root: Annotated[Path | None, ROOT] = None,
-    as_json: Json = False,
-) -> None:
+def list_command(as_json: Json = False) -> None:
     """List the data sets. Shows their size on this machine, if fetched, and their licences."""
     import json
 
@@ -77,7 +73,7 @@ def list_command(
     from fedloom.data import datasets
     from fedloom.data.folders import data_root
 
-    home = data_root(root)
+    home = data_root()
     sizes = {name: datasets.size_on_disk(source, home) for name, source in datasets.DATASETS.items()}
     if as_json:
         keys = ("title", "licence", "synthetic")

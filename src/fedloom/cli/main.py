@@ -38,8 +38,8 @@ from fedloom.errors import (
 KEPT = "\n\t"
 """Unprintable characters that are kept in output."""
 
-TRACED = ("run", "aggregator", "worker")
-"""Commands that take part in rounds."""
+TRACED, ON = ("run", "aggregator", "worker"), ("1", "true", "yes", "on")
+"""Commands that take part in rounds, and values of the environment variable FEDLOOM_TRACING with which they trace."""
 
 app = Commands(
     name="fedloom",
@@ -57,9 +57,9 @@ app.command("worker")(worker.worker)
 app.command("evaluate")(runs.evaluate_command)
 app.command("runs")(runs.runs_command)
 app.command("status")(status.status_command)
-app.command("clients")(status.clients_command)
 app.command("federation")(status.federation_command)
 app.command("partition")(data.partition_command)
+app.command("token")(security.token_command)
 app.command("schema")(tools.schema)
 app.command("device")(tools.device_command)
 
@@ -68,7 +68,6 @@ data_app.command("fetch")(data.fetch_command)
 data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
 app.add_typer(data_app, name="data")
-app.add_typer(security.token_app, name="token")
 app.add_typer(security.certificates_app, name="certificates")
 
 
@@ -114,15 +113,6 @@ def options(
             envvar="FEDLOOM_LOG_FORMAT", help="Format of the log; json: one object per line, without progress bars."
         ),
     ] = "text",
-    tracing: Annotated[
-        bool,
-        typer.Option(
-            "--tracing",
-            envvar="FEDLOOM_TRACING",
-            help="With run, aggregator and worker: send traces of rounds to the collector at "
-            "OTEL_EXPORTER_OTLP_ENDPOINT.",
-        ),
-    ] = False,
 ) -> None:
     """Personalized federated learning: one experiment file, on one machine or many."""
     context.with_resource(arguments_as_options())
@@ -134,10 +124,9 @@ def options(
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
     if not verbose:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of each request made again
-    if tracing and context.invoked_subcommand in TRACED:
+    if context.invoked_subcommand in TRACED and os.environ.get("FEDLOOM_TRACING", "").lower() in ON:
         from fedloom.core.tracing import start_tracing, stop_tracing
 
-        os.environ["FEDLOOM_TRACING"] = "1"  # for the workers that we start
         start_tracing(f"fedloom-{context.invoked_subcommand}")
         context.call_on_close(stop_tracing)
 

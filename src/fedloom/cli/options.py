@@ -183,7 +183,7 @@ def refuse_options(values: Mapping[str, object], reason: str) -> None:
 
     for option, value in values.items():
         if value is not None and value is not False:
-            raise ExperimentError(f"{option} {reason}", key=option.removeprefix("--"))
+            raise ExperimentError(f"{option} {reason}", key=option.split()[-1].removeprefix("--"))
 
 
 def act_at_eof(act: Callable[[], None]) -> None:

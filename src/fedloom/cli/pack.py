@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from fedloom.api.progress import show_progress
-from fedloom.cli.options import Set
 
 
 def pack_command(
@@ -26,25 +25,22 @@ def pack_command(
             help="The experiment file; its `data.own` states the requirements on a client's data.", metavar="FILE"
         ),
     ] = None,
-    set_: Set = None,
-    read: Annotated[
+    set_: Annotated[
         list[str] | None,
         typer.Option(
+            "--set",
             metavar="KEY=VALUE",
             help="How to read SOURCE, by a key of `data.source` (docs/experiment-keys.md), such as label=diagnosis, "
-            "split=part, task=regression, outputs=3 or text.column=review; repeatable.",
+            "split=part, task=regression, outputs=3 or text.column=review; and labelled (true; or false), "
+            "test_fraction (of the examples; 0.2), validation_fraction (of the rest; 1/6), seed (of the random split; "
+            "1); repeatable.",
         ),
     ] = None,
-    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="The data have no labels.")] = False,
-    test_fraction: Annotated[float, typer.Option(help="Fraction of the examples for testing.", metavar="F")] = 0.2,
-    validation_fraction: Annotated[
-        float,
-        typer.Option(help="Fraction of the remaining examples for validation.", metavar="F", show_default="1/6"),
-    ] = 1 / 6,
-    seed: Annotated[int, typer.Option(help="Seed of the random split.", min=0)] = 1,
 ) -> None:
     """Pack a client's own data. They are checked, split, and written to a folder for `fedloom worker --data`."""
     import json
+
+    from pydantic import Field
 
     from fedloom import experiment as experiments
     from fedloom.core.words import first_of, pluralize
@@ -54,10 +50,18 @@ def pack_command(
     from fedloom.errors import ExperimentError
     from fedloom.experiment.loading import settings_of
 
+    class SourceFiles(LocalFiles):
+        """Reading and splitting of a client's files."""
+
+        labelled: bool = True
+        test_fraction: float = 0.2
+        validation_fraction: float = 1 / 6
+        seed: int = Field(default=1, ge=0)
+
     needs = features = None
-    files = settings_of(LocalFiles, (f"path={json.dumps(str(source))}", *(read or ())), "--read", "--read ")
+    files = settings_of(SourceFiles, (f"path={json.dumps(str(source))}", *(set_ or ())), "the source")
     if experiment is not None:
-        data = experiments.load_experiment(experiment, set_ or ()).data
+        data = experiments.load_experiment(experiment).data
         if not isinstance(data, experiments.OwnData):
             raise ExperimentError(
                 f"--experiment must have data.own, the requirements on clients' data; {experiment} has none.",
@@ -66,11 +70,10 @@ def pack_command(
         needs, features = data.own.spec, data.own.features
         if files.outputs is not None:
             raise ExperimentError("outputs cannot be combined with --experiment, which states them.", key="outputs")
-    elif set_:
-        raise ExperimentError("--set needs --experiment.", key="set")
-    request = files.request(needs=needs, features=features, labelled=not unlabelled, keys="--read ")
+    request = files.request(needs=needs, features=features, keys="--set ")
+    settings = PackSettings(id_, request, files.test_fraction, files.validation_fraction, files.seed)
     with show_progress() as report:
-        packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), report)
+        packed = pack_client(source, out, settings, report)
     card = packed.card
     shape = " x ".join(map(str, card.spec.input_shape))
     classes = f"{card.spec.classes} classes" if card.labelled else "no labels"

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,9 +21,6 @@ from fedloom.cli.options import (
 )
 from fedloom.core.memory import collection_paused
 from fedloom.engine.options import RunOptions, ServingOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 @with_options()

@@ -4,38 +4,80 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fedloom.cli.options import Commands
+from fedloom.cli.options import Commands, refuse_options
+from fedloom.errors import ExperimentError
 
 if TYPE_CHECKING:
     from fedloom.security.certificates import CertificateFiles
 
-token_app = Commands(
-    help="Tokens for workers and watchers of an aggregator.", no_args_is_help=True, rich_markup_mode=None
-)
 
-TokensFile = Annotated[
-    Path,
-    typer.Option(
-        "--tokens", help="The file of token hashes that the aggregator reads.", metavar="FILE", envvar="FEDLOOM_TOKENS"
-    ),
-]
-
-
-@token_app.command("new")
-def _new_token(
-    name: Annotated[str, typer.Argument(help="Name of the token, as in `token` of the identity file.", metavar="NAME")],
-    tokens: TokensFile = Path("tokens.json"),
-    days: Annotated[float | None, typer.Option(help="Days until it expires; by default never.", min=0)] = None,
+def token_command(
+    action: Annotated[
+        Literal["new", "list", "revoke", "signing-key"],
+        typer.Argument(
+            help="new: create a token; list them; revoke: an aggregator that reads the file disconnects their users "
+            "within seconds; signing-key: create a member's key for secure sums, and show its line of the register, "
+            "signing-keys.txt.",
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="new: the token's name, as in `token` of the identity file; revoke: its id, or a name for all tokens "
+            "of that name; signing-key: the member's client, or a pattern of its clients with * and ?.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Path, typer.Option(help="File of token hashes for the aggregator.", metavar="FILE", envvar="FEDLOOM_TOKENS")
+    ] = Path("tokens.json"),
+    days: Annotated[float | None, typer.Option(help="Days until a new token expires; by default never.", min=0)] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the token to a new file (mode 0600) instead of showing it.", metavar="FILE"),
+        typer.Option(
+            help="New file (mode 0600) for the token, which is otherwise shown, once; or for the key, by default "
+            "signing.key.",
+            metavar="FILE",
+        ),
     ] = None,
 ) -> None:
-    """Create a token. It is shown or written only once, and its hash is stored."""
+    """Manage tokens of workers and watchers of an aggregator, and create members' signature keys."""
+    from fedloom.security.tokens import read_tokens, revoke_tokens
+
+    if action != "new":
+        refuse_options({"--days": days}, "is for new.")
+    if action in ("list", "revoke"):
+        refuse_options({"--out": out}, "is for new and signing-key.")
+    if action == "list":
+        refuse_options({"NAME": name}, "is not for list.")
+        for token in read_tokens(tokens).all:
+            ends = token.revoked or token.expires
+            until = "for ever" if ends is None else _time(ends)
+            typer.echo(f"{token.id}  {token.state(datetime.now(UTC)):<8} {token.name}  {_time(token.created)}  {until}")
+    elif name is None:
+        raise ExperimentError(f"Give a name: fedloom token {action} NAME.", key="name")
+    elif action == "new":
+        _new_token(name, tokens, days, out)
+    elif action == "revoke":
+        revoked = revoke_tokens(tokens, name)
+        for token in revoked:
+            typer.echo(f"revoked {token.id} of {token.name}")
+        if not revoked:
+            typer.echo(f"{name}: already revoked", err=True)
+    else:
+        from fedloom.security.signing import create_signing_key
+
+        key = out or Path("signing.key")
+        typer.echo(f"{name} {create_signing_key(key)}")
+        typer.echo(
+            f"{key}: the key, readable by its owner only; give all members the line above (docs/security.md)", err=True
+        )
+
+
+def _new_token(name: str, tokens: Path, days: float | None, out: Path | None) -> None:
     from fedloom.security.files import create
     from fedloom.security.tokens import add_token, revoke_tokens
 
@@ -51,51 +93,6 @@ def _new_token(
     until = "" if entry.expires is None else f", until {_time(entry.expires)}"
     where = "shown only once" if out is None else f"in {out}"
     typer.echo(f"token {entry.id} of {name}{until}: {where}; its hash is in {tokens}", err=True)
-
-
-@token_app.command("list")
-def _list(tokens: TokensFile = Path("tokens.json")) -> None:
-    """List the tokens of a file: id, state, name, time created, and time of expiry or revocation."""
-    from fedloom.security.tokens import read_tokens
-
-    now = datetime.now(UTC)
-    for token in read_tokens(tokens).all:
-        ends = token.revoked or token.expires
-        until = "for ever" if ends is None else _time(ends)
-        typer.echo(f"{token.id}  {token.state(now):<8} {token.name}  {_time(token.created)}  {until}")
-
-
-@token_app.command("revoke")
-def _revoke(
-    which: Annotated[
-        str, typer.Argument(help="A token's id, or a name for all tokens of that name.", metavar="ID|NAME")
-    ],
-    tokens: TokensFile = Path("tokens.json"),
-) -> None:
-    """Revoke tokens. An aggregator that reads this file disconnects their users within seconds."""
-    from fedloom.security.tokens import revoke_tokens
-
-    revoked = revoke_tokens(tokens, which)
-    for token in revoked:
-        typer.echo(f"revoked {token.id} of {token.name}")
-    if not revoked:
-        typer.echo(f"{which}: already revoked", err=True)
-
-
-@token_app.command("signing-key")
-def _signing_key(
-    clients: Annotated[
-        str, typer.Argument(help="The member's client, or a pattern of its clients with * and ?.", metavar="CLIENT")
-    ],
-    out: Annotated[Path, typer.Option(help="New file for the key (mode 0600).", metavar="FILE")] = Path("signing.key"),
-) -> None:
-    """Create a member's signature key for secure sums, and show its line of the register, signing-keys.txt."""
-    from fedloom.security.signing import create_signing_key
-
-    typer.echo(f"{clients} {create_signing_key(out)}")
-    typer.echo(
-        f"{out}: the key, readable by its owner only; give all members the line above (docs/security.md)", err=True
-    )
 
 
 def _time(when: datetime) -> str:

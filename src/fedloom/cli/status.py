@@ -1,4 +1,4 @@
-"""``fedloom status``, ``fedloom clients`` and ``fedloom federation``: show and control federations."""
+"""``fedloom status`` and ``fedloom federation``: show and control federations."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def status_command(
     access: ClientAccess,
     where: Where = None,
     as_json: Json = False,
+    clients: Annotated[bool, typer.Option("--clients", help="List the clients of the roster instead.")] = False,
     follow: Annotated[
         bool | None,
         typer.Option(
@@ -74,6 +75,10 @@ def status_command(
     ] = None,
 ) -> None:
     """Show the status of a federation. Asks its aggregator, or reads a run's files, even if no process runs."""
+    if clients:
+        refuse_options({"--follow": follow}, "cannot be combined with --clients.")
+        _show_clients(where, access, as_json=as_json)
+        return
     follow = sys.stdout.isatty() and not as_json if follow is None else follow
     with _open_source(where, access) as source:
         now = source.activity()
@@ -85,13 +90,7 @@ def status_command(
             _follow_lines(source, now, as_json=as_json)
 
 
-@with_options()
-def clients_command(
-    access: ClientAccess,
-    where: Where = None,
-    as_json: Json = False,
-) -> None:
-    """List the clients of a federation's roster."""
+def _show_clients(where: str | None, access: ClientAccess, *, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 

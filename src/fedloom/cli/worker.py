@@ -30,11 +30,11 @@ def worker(
         str | None, typer.Option(help="The aggregator's address.", metavar="HOST:PORT", show_default="required")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the data that these clients would send, and send nothing.")
-    ] = False,
-    experiment: Annotated[
         str | None,
-        typer.Option(help="With --dry-run: the experiment file; without it, every method is shown.", metavar="FILE"),
+        typer.Option(
+            help="Show the data that these clients would send in an experiment, or with any method, and send nothing.",
+            metavar="EXPERIMENT|any",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; by default host and process id.")] = None,
 ) -> None:
@@ -54,13 +54,11 @@ def worker(
     # `fedloom run` has already verified the shards of its own workers.
     options = replace(options, verify=not owned, trust=access.options())
     settings = experiments.settings_of(experiments.WorkerSettings, options.settings, "the worker")
-    if dry_run:
-        show_disclosure(options, experiment, class_counts=settings.class_counts)
+    if dry_run is not None:
+        show_disclosure(options, None if dry_run == "any" else dry_run, class_counts=settings.class_counts)
         return
     if aggregator is None:
-        raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run.", key="aggregator")
-    if experiment is not None:
-        raise ExperimentError("--experiment needs --dry-run; an aggregator sends its own.", key="experiment")
+        raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run EXPERIMENT.", key="aggregator")
     serving = Worker(aggregator, name or f"{socket.gethostname()}-{os.getpid()}", options)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -134,7 +132,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
         for name in available():
             _show(f"\n{name}: in training and personalization", answers(find_algorithm(name)))
         _show("\nAll methods: in evaluations, with two predictors", measures(2, EvaluationPlan.of_classes(classes)))
-        typer.echo("\nFor the sizes of models, and what secure aggregation hides, give --experiment FILE.")
+        typer.echo("\nFor the sizes of models, and what secure aggregation hides, give --dry-run EXPERIMENT.")
     else:
         _show(f"\n{e.algorithm.name}: in training and personalization", trained)
         _show("\nIn evaluations", measured)
@@ -172,7 +170,12 @@ def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
 
     headings = ["message", "quantity", "shape", "numbers"]
     rows = [
-        [f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one)]
+        [
+            f"{one.message}.{one.field}",
+            one.quantity,
+            f"[{', '.join(map(str, one.shape))}]",
+            "" if one.numbers is None else f"{one.numbers:,}",
+        ]
         for one in tensors
     ]
     if any(one.only_summed for one in tensors):
@@ -182,7 +185,3 @@ def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
     typer.echo(title if rows else f"{title}: nothing")
     if rows:
         print_table("", headings, rows, texts=(0, 1, 2, 4))
-
-
-def _count(one: DisclosedTensor) -> str:
-    return "" if one.numbers is None else f"{one.numbers:,}"

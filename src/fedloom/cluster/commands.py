@@ -21,15 +21,25 @@ if TYPE_CHECKING:
 app = Commands(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[str, typer.Argument(help="The federation: fl-..., or its run id.", metavar="NAME")]
-Namespace = Annotated[
-    str | None,
-    typer.Option("--namespace", "-n", help="Kubernetes namespace; by default this pod's, otherwise the kubeconfig's."),
-]
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+@app.callback()
+def _choose_namespace(
+    context: typer.Context,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace", "-n", help="Kubernetes namespace; by default this pod's, otherwise the kubeconfig's."
+        ),
+    ] = None,
+) -> None:
+    context.obj = namespace
 
 
 @app.command("submit")
 def _submit(
+    context: typer.Context,
     experiment: Annotated[str, typer.Argument(help="The experiment file; `storage` is s3://...", metavar="EXPERIMENT")],
     cluster: Annotated[
         Path, typer.Option(help="YAML file: image, Secret and the other settings (docs/cluster.md).", metavar="FILE")
@@ -41,7 +51,6 @@ def _submit(
     run_id: Annotated[
         str | None, typer.Option(help="Distinguishes runs of one experiment; by default its name and a digest.")
     ] = None,
-    namespace: Namespace = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Show progress, wait for the end, and fetch the run to this new folder.", metavar="DIR"),
@@ -54,8 +63,8 @@ def _submit(
     from fedloom.engine import run_data
 
     settings = settings_from_file(ClusterSettings, cluster)
-    if namespace is not None:
-        settings = settings.model_copy(update={"namespace": namespace})
+    if context.obj is not None:
+        settings = settings.model_copy(update={"namespace": context.obj})
     e = experiments.load_experiment(experiment, set_ or ())
     federate.check_cluster_settings(e, settings, TaskConfig())
     if run_id is None:
@@ -74,14 +83,14 @@ def _submit(
 
 @app.command("status")
 def _status(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Only this federation: fl-..., or its run id.")] = None,
-    namespace: Namespace = None,
 ) -> None:
     """Show the federations of a namespace, each with its progress, or the reason why it does not start."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
-    api = Api(namespace)
+    api = Api(context.obj)
     found = [federations.find_federation(api, name)] if name is not None else federations.federations(api)
     for one in found:
         typer.echo(_described(one, federations.federation_progress(api, one)))
@@ -91,18 +100,18 @@ def _status(
 
 @app.command("logs")
 def _logs(
+    context: typer.Context,
     name: Name,
     worker: Annotated[
         int | None, typer.Option(help="Show the log of this worker, by its index.", min=0, metavar="N")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines until the pod ends.")] = False,
-    namespace: Namespace = None,
 ) -> None:
     """Show the log of a federation. By default the aggregator's; with --worker, that of a worker."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
-    api = Api(namespace)
+    api = Api(context.obj)
     for line in federations.federation_logs(
         api, federations.find_federation(api, name), worker=worker, followed=follow
     ):
@@ -110,12 +119,12 @@ def _logs(
 
 
 @app.command("stop")
-def _stop(name: Name, namespace: Namespace = None) -> None:
+def _stop(context: typer.Context, name: Name) -> None:
     """Stop a federation. Published results remain, and submitting it again continues from them."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
-    api = Api(namespace)
+    api = Api(context.obj)
     found = federations.find_federation(api, name)
     for what in federations.stop_federation(api, found):
         typer.echo(f"deleted {what}")

@@ -117,7 +117,7 @@ def check_augment(descriptions: Sequence[Any], spec: DataSpec) -> None:
     if not descriptions:
         return
     kind, shape = spec.kind, spec.input_shape
-    if spec.task == "segmentation":
+    if spec.targets is not None and spec.targets.kind.like == "plane":
         raise ExperimentError(f"{KEY}: transforms would change images, but not their masks; leave it out", key=KEY)
     if kind != "pixels":
         raise ExperimentError(f"{KEY}: transforms change images, and the inputs are {kind}; leave it out", key=KEY)

@@ -243,8 +243,8 @@ def targets_of(y: Tensor, targets: Targets | None) -> Tensor:
     """Return targets as a client's model gets them (:class:`Split`), from those that a shard holds."""
     if targets is None:
         return y
-    if targets.task == "regression":
+    if targets.kind.is_number:
         shape = targets.shape if targets.values == 1 else ()
         mean, std = (torch.tensor(each, dtype=torch.float32).reshape(shape) for each in (targets.mean, targets.std))
         return (y - mean) / std
-    return y.float() if targets.task == "multilabel" else y.long()
+    return y.float() if targets.kind.is_binary else y.long()

@@ -133,7 +133,7 @@ class LocalFiles(Settings):
 
     def request(self, **options: Any) -> Request:
         """Return the reading options; ``options`` are others than the keys of this section."""
-        keys = {key: value for key, value in self if key != "path"}
+        keys = {key: value for key, value in self if key in Request.__dataclass_fields__}
         return Request(**{**keys, **options})
 
 

@@ -20,7 +20,7 @@ from fedloom.data.manifest import VERSION, ClientEntry, ClientId, Manifest, Sha2
 from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.data.spec import NOTHING, ChannelAxis, DataSpec, InputSpec, Kind, Normalization, Targets
 from fedloom.errors import DataError, argument
-from fedloom.tasks.names import TaskName
+from fedloom.tasks.names import KINDS, TaskName
 
 AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Numbers: TypeAlias = Annotated[tuple[float, ...], AsTuple]
@@ -60,7 +60,7 @@ class NamedInput(Settings):
 class OwnTargets(Settings):
     """Requirements on targets that are not classes."""
 
-    task: Literal["multilabel", "regression", "segmentation", "next_token"] = Field(description="Task of the targets.")
+    task: TaskName = Field(description="Task of the targets: any but classification, which has classes.")
     shape: Annotated[tuple[int, ...], AsTuple] = Field(
         default=(),
         description="Shape of one target: [labels], [] or [numbers], [height, width], or [tokens].",
@@ -80,7 +80,7 @@ class OwnTargets(Settings):
 
     @model_validator(mode="after")
     def _check_keys(self) -> OwnTargets:
-        if self.outputs is None and self.task in ("segmentation", "next_token"):
+        if self.outputs is None and KINDS[self.task].like is not None:
             raise ValueError(f"outputs: {self.task} needs the number of classes or tokens")
         return self
 

@@ -160,7 +160,7 @@ class Shift(BaseModel):
     def check(self, spec: DataSpec) -> None:
         """Raise ExperimentError if inputs cannot be rotated, or labels permuted; it names the key."""
         fault, kind, shape, task = None, spec.kind, spec.input_shape, spec.task
-        if self.kind == "labels" and task != "classification":
+        if self.kind == "labels" and spec.targets is not None:
             fault = f"kind: labels permutes classes, but the task is {task}; use rotation, or null"
         elif self.kind == "labels" and kind == "tokens":
             fault = "kind: labels of tokens are the next tokens, which cannot be permuted; use pixels or features"
@@ -287,7 +287,7 @@ class MixScheme(ReservingScheme):
     def groups(self, spec: DataSpec) -> int:
         """Return the number of classes, of quantiles of the target, or 1 for a scheme that needs neither."""
         targets = spec.targets
-        if self.quantiles is not None and (targets is None or targets.task != "regression" or targets.outputs != 1):
+        if self.quantiles is not None and (targets is None or not targets.kind.is_number or targets.outputs != 1):
             targets_found = "classes" if targets is None else f"targets of {targets.task} ({targets.outputs} outputs)"
             raise partition_error(
                 "quantiles",
@@ -299,7 +299,7 @@ class MixScheme(ReservingScheme):
             return self.quantiles or spec.classes
         if self.by_class:
             name = getattr(self, "scheme", None)
-            one = targets.task == "regression" and targets.outputs == 1
+            one = targets.kind.is_number and targets.outputs == 1
             remedy = "set data.partition.quantiles, or use natural or iid" if one else "use natural or iid"
             raise partition_error("scheme", name, f"needs classes, and the task is {targets.task}", remedy)
         return 1

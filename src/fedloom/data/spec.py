@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedloom.core.words import composed, first_of, named_twice
 from fedloom.errors import DataError
-from fedloom.tasks.names import IGNORED, TaskName
+from fedloom.tasks.names import KINDS, TargetKind, TaskName
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens", "integers", "named"]
 """Kind of input.
@@ -196,18 +196,6 @@ def shard_tensors(split: str, x: RawInputs, y: NDArray[Any] | None) -> dict[str,
     return tensors if y is None else tensors | {f"{split}_y": y}
 
 
-SHAPES = {
-    "multilabel": "[n, K], 0 or 1 for each of K labels",
-    "regression": "[n] or [n, k], numbers, or [n, ...], a field of numbers",
-    "segmentation": "[n, height, width] or [n, depth, height, width], the class of each pixel",
-    "next_token": "[n, length], token ids",
-}
-"""Shapes of targets, for messages."""
-
-RANKS = {"multilabel": range(1, 2), "regression": range(8), "segmentation": range(2, 4), "next_token": range(1, 2)}
-"""Numbers of axes of one target."""
-
-
 @dataclass(frozen=True)
 class Targets:
     """Description of what is predicted, where it is not one class per example.
@@ -238,9 +226,14 @@ class Targets:
     """Divisor of raw values before normalization."""
 
     @property
+    def kind(self) -> TargetKind:
+        """Properties of the targets of this task."""
+        return KINDS[self.task]
+
+    @property
     def numbers(self) -> int:
         """Length of the normalization: K for regression, 1 for a field of numbers, 0 for other tasks."""
-        return 0 if self.task != "regression" else self.outputs if len(self.shape) < 2 else 1
+        return 0 if not self.kind.is_number else self.outputs if len(self.shape) < 2 else 1
 
     @property
     def values(self) -> int:
@@ -255,13 +248,14 @@ class Targets:
     @property
     def stored(self) -> np.dtype[Any]:
         """Type in which shards hold targets."""
-        small = self.task == "multilabel" or (self.task == "segmentation" and self.outputs <= 256)
-        return np.dtype(np.float32 if self.task == "regression" else np.uint8 if small else np.int64)
+        small = self.kind.is_binary or (self.kind.like == "plane" and self.outputs <= 256)
+        return np.dtype(np.float32 if self.kind.is_number else np.uint8 if small else np.int64)
 
     @property
     def ignored(self) -> int | None:
         """Value that marks a pixel without a class, or a place without a target, if there is one."""
-        return None if self.task == "segmentation" and self.outputs > IGNORED[self.task] else IGNORED.get(self.task)
+        value = self.kind.ignored
+        return None if value is not None and 0 <= value < self.outputs else value
 
     def raw(self) -> Targets:
         """Return the targets with the normalization that changes nothing."""
@@ -270,12 +264,12 @@ class Targets:
 
     def fault(self) -> str | None:
         """Return a contradiction within the description, or None; the normalization may be empty."""
-        if self.task not in RANKS:
+        if self.task not in KINDS or self.kind.is_class:
             return f"targets.task: {self.task} has classes, and no targets"
-        if len(self.shape) not in RANKS[self.task] or min(self.shape, default=1) < 1:
-            return f"targets.shape: {list(self.shape)}; {self.task} has targets {SHAPES[self.task]}"
+        if len(self.shape) not in self.kind.ranks or min(self.shape, default=1) < 1:
+            return f"targets.shape: {list(self.shape)}; {self.task} has targets {self.kind.shapes}"
         entries = math.prod(self.shape)
-        if self.outputs < 1 or (self.task in ("multilabel", "regression") and self.outputs != entries):
+        if self.outputs < 1 or (self.kind.like is None and self.outputs != entries):
             return f"targets.outputs: {self.outputs}; {self.task} of targets {list(self.shape)} has {entries}"
         if self.names and (len(self.names) != self.outputs or named_twice(self.names) is not None):
             return f"targets.names: {len(self.names)} names; there must be {self.outputs} different ones, or none"
@@ -288,10 +282,10 @@ class Targets:
             return f"the targets are {y.dtype} of shape {list(y.shape)}; they must be {self.stored} of shape {expected}"
         if not y.size:
             return None
-        if self.task == "regression":
+        if self.kind.is_number:
             wrong = ~np.isfinite(y)
             return f"a target is {y[wrong][0]}; targets must be finite" if wrong.any() else None
-        most = 1 if self.task == "multilabel" else self.outputs - 1
+        most = 1 if self.kind.is_binary else self.outputs - 1
         wrong = (y < 0) | (y > most)
         if self.ignored is not None:
             wrong &= y != self.ignored

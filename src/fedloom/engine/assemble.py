@@ -162,7 +162,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     parts.algorithm.check_model(parts.settings, model)
     if experiment.protects_examples:
         check_example_privacy(parts.algorithm, parts.settings)
-    if experiment.evaluation.label_mask and not (plan.task.is_classification and setup.classes):
+    if experiment.evaluation.label_mask and not (plan.task.kind.is_class and setup.classes):
         raise ExperimentError(
             f"evaluation.label_mask must be false unless the task is classification (the task is {plan.task.name}).",
             key="evaluation.label_mask",

@@ -113,7 +113,7 @@ def parts_for_clients(experiment: Experiment, clients: OwnClients) -> assemble.R
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(
-            f"{argument('experiment')} must have data.own, because {argument('packed')} is given; it has data.dataset.",
+            f"{argument('dry_run')} must have data.own, because {argument('packed')} is given; it has data.dataset.",
             key="experiment",
         )
     own = experiment.data.own

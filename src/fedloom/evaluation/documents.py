@@ -134,10 +134,9 @@ def output_document(evaluation: EvaluationResult) -> dict[str, Any] | None:
         pixels, and its metrics, null where undefined. None for a group without clients. None for tasks other than
         multilabel and segmentation.
     """
-    targets, metric_names = evaluation.plan.targets, {"multilabel": ("auroc", "f1"), "segmentation": ("iou", "dice")}
-    if targets.task not in metric_names:
+    targets, kind = evaluation.plan.targets, evaluation.plan.targets.kind
+    if not kind.metrics_by_output:
         return None
-    kind = "label" if targets.task == "multilabel" else "class"
 
     def rows(p: int, members: Tensor) -> list[dict[str, float | None]] | None:
         sums = evaluation.sums[members, p, SPLITS.index("test")]
@@ -145,8 +144,8 @@ def output_document(evaluation: EvaluationResult) -> dict[str, Any] | None:
 
     return {
         "round": evaluation.round,
-        "names": list(targets.names) or [f"{kind} {k}" for k in range(targets.outputs)],
-        "metrics": list(metric_names[targets.task]),
+        "names": list(targets.names) or [f"{kind.output} {k}" for k in range(targets.outputs)],
+        "metrics": list(kind.metrics_by_output),
         **evaluation.by_group(rows),
     }
 

@@ -77,7 +77,7 @@ class EvaluationPlan:
     @property
     def classes(self) -> int:
         """Number C of classes; 0 for other tasks."""
-        return self.targets.outputs if self.task.is_classification else 0
+        return self.targets.outputs if self.task.kind.is_class else 0
 
     @cached_property
     def size(self) -> int:

@@ -31,15 +31,6 @@ Parameters = Annotated[
         "methods=CHANGES once for each method (docs/kubeflow.md); repeatable.",
     ),
 ]
-KubeflowOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kubeflow",
-        help="URL of Kubeflow Pipelines; in-cluster, in a pod; or a YAML file with host, token, namespace and other "
-        "settings (docs/kubeflow.md). By default $KF_PIPELINES_ENDPOINT.",
-        metavar="URL|FILE|in-cluster",
-    ),
-]
 Pods = Annotated[
     Path | None,
     typer.Option(
@@ -47,6 +38,21 @@ Pods = Annotated[
     ),
 ]
 Run = Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")]
+
+
+@app.callback()
+def _choose_installation(
+    context: typer.Context,
+    kubeflow: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of Kubeflow Pipelines; in-cluster, in a pod; or a YAML file with host, token, namespace and "
+            "other settings (docs/kubeflow.md). By default $KF_PIPELINES_ENDPOINT.",
+            metavar="URL|FILE|in-cluster",
+        ),
+    ] = None,
+) -> None:
+    context.obj = kubeflow
 
 
 @app.command("compile")
@@ -97,6 +103,7 @@ def _local(
 
 @app.command("submit")
 def _submit(
+    context: typer.Context,
     name: Name,
     experiment: ExperimentFile,
     set_: Set = None,
@@ -105,7 +112,6 @@ def _submit(
         Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
     ] = None,
     pods: Pods = None,
-    kubeflow: KubeflowOption = None,
     schedule: Annotated[
         str | None,
         typer.Option(
@@ -124,7 +130,7 @@ def _submit(
 
     if schedule is not None and wait:
         raise ExperimentError("--wait is for a single run, not for a schedule.", key="wait")
-    settings = KubeflowSettings.from_option(kubeflow)
+    settings = KubeflowSettings.from_option(context.obj)
     clients = None if cluster is None else settings_from_file(ClusterSettings, cluster)
     arguments = _arguments(experiment, set_, param)
     order = submit.plan_order(name, arguments, settings, cluster=clients, pods=_pods(pods))
@@ -180,26 +186,26 @@ def _search(
 
 
 @app.command("wait")
-def _wait(run: Run, kubeflow: KubeflowOption = None) -> None:
+def _wait(context: typer.Context, run: Run) -> None:
     """Wait for a run on Kubeflow; the exit code gives its outcome."""
-    _await(_connected(kubeflow), run)
+    _await(_connected(context.obj), run)
 
 
 @app.command("stop")
-def _stop(run: Run, kubeflow: KubeflowOption = None) -> None:
+def _stop(context: typer.Context, run: Run) -> None:
     """Stop a run on Kubeflow, its federations and their pods."""
     from fedloom.kubeflow import runs
 
-    api = _connected(kubeflow)
+    api = _connected(context.obj)
     words = {None: "stopping", "CANCELING": "is already being stopped:"}
     typer.echo(f"{words.get(runs.stop_run(api, run), 'has already ended:')} {api.link(run)}")
 
 
 @app.command("schedules")
 def _schedules(
+    context: typer.Context,
     action: Annotated[Literal["list", "pause", "resume", "delete"], typer.Argument(help="What to do.")],
     schedule: Annotated[str | None, typer.Argument(help="Id of the schedule; not for list.")] = None,
-    kubeflow: KubeflowOption = None,
 ) -> None:
     """List, pause, resume or delete the schedules that `fedloom pipeline submit --schedule` creates."""
     from fedloom.errors import ExperimentError
@@ -207,7 +213,7 @@ def _schedules(
 
     if (schedule is None) != (action == "list"):
         raise ExperimentError(f"{action} needs {'no' if schedule else 'the id of a'} schedule.", key="schedule")
-    api = _connected(kubeflow)
+    api = _connected(context.obj)
     if schedule is None:
         for line in submit.schedules(api):
             typer.echo(line)

@@ -85,9 +85,6 @@ def ledger_command(
             metavar="ID",
         ),
     ] = None,
-    budget: Annotated[
-        float | None, typer.Option(help="Also show how much of this ε is left.", min=0, metavar="E")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the total ε that a ledger's trainings and requests have spent on one training example."""
@@ -108,12 +105,12 @@ def ledger_command(
                 typer.echo(f"{claimed.run} has been counted already", err=True)
     found = accountant.content()
     if as_json:
-        typer.echo(json.dumps(_ledger_json(found, budget), indent=2))
+        typer.echo(json.dumps(_ledger_json(found), indent=2))
     else:
-        _show_ledger(file, found, budget)
+        _show_ledger(file, found)
 
 
-def _ledger_json(found: LedgerContent, budget: float | None) -> dict[str, Any]:
+def _ledger_json(found: LedgerContent) -> dict[str, Any]:
     total = found.total
     return {
         "unit": "examples",
@@ -121,14 +118,12 @@ def _ledger_json(found: LedgerContent, budget: float | None) -> dict[str, Any]:
         "epsilon": total.epsilon,
         "delta": total.delta,
         "basic": total.is_basic,
-        "budget": budget,
-        "left": None if budget is None else max(budget - total.epsilon, 0.0),
         "trainings": [{key: each for key, each in line.items() if key != "digest"} for line in found.trainings],
         "requests": [{key: each for key, each in line.items() if key != "digest"} for line in found.requests],
     }
 
 
-def _show_ledger(file: Path, found: LedgerContent, budget: float | None) -> None:
+def _show_ledger(file: Path, found: LedgerContent) -> None:
     from fedloom.cli.tables import print_paragraph, print_table
     from fedloom.ledger.ledger import TRAINING_VERSION
 
@@ -139,11 +134,7 @@ def _show_ledger(file: Path, found: LedgerContent, budget: float | None) -> None
         rows.append((str(line["time"])[:10], what, str(line.get("run", "")), rounded_up(line["epsilon"])))
     print_table(str(file), ("date", "what", "run", "stated ε"), rows, texts=(0, 1, 2))
     total = found.total
-    left = ""
-    if budget is not None:
-        rest = budget - total.epsilon
-        left = f"; {rest:.3g} of {budget:g} left" if rest >= 0 else f"; the budget, {budget:g}, is exceeded"
-    typer.echo(f"\nin total ε = {rounded_up(total.epsilon)} at δ = {rounded_up(total.delta)}{left}\n")
+    typer.echo(f"\nin total ε = {rounded_up(total.epsilon)} at δ = {rounded_up(total.delta)}\n")
     for sentence in _sentences(found, is_basic=total.is_basic):
         print_paragraph(sentence)
 

@@ -143,7 +143,7 @@ class LSTMEmbedding(EmbeddingNetwork):
 
     def __init__(self, vocabulary: int, size: int, *, width: int, **target: Any) -> None:
         task = target.get("task", CLASSIFICATION)
-        super().__init__(vocabulary, labels=target.get("labels", True) and task.is_classification, task=task)
+        super().__init__(vocabulary, labels=target.get("labels", True) and task.kind.is_class, task=task)
         self.network = LSTM(vocabulary, hidden=width, outputs=size)
         self.layout = self.network.layout
 
@@ -218,9 +218,9 @@ def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
     Sequences whose targets are their next tokens have the vocabulary that ``lstm`` needs. Other integers and named
     tensors have no specific network: ``linear`` describes a client by its targets alone.
     """
-    if task.target_kind == "next_token":
+    if task.kind.like == "sequence":
         return ("lstm",)
-    if kind == "tokens" and not task.is_classification:  # a vocabulary that the targets do not have
+    if kind == "tokens" and not task.kind.is_class:  # a vocabulary that the targets do not have
         return ("linear",)
     return EMBEDDINGS.get(kind, ("linear",))
 

@@ -146,7 +146,7 @@ class ModuleModel(FlatModel):
             logits_apart=last is not None and (not last.gives_logits or self._call.whole),
         )
         self.needs_result = self._call.whole
-        self.raw_targets = task.target_kind == "regression" and takes_raw_targets(self._module)
+        self.raw_targets = task.kind.is_number and takes_raw_targets(self._module)
         self.constants = constants_of(self._module, self.layout)
         self.tied = tied_names(self._module)
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()

@@ -266,7 +266,8 @@ class ModuleCall:
             b.
         """
         actual = tuple(given_outputs.shape[1:])
-        if task.name == "next_token" and actual == expected[1:] and len(given_outputs) == rows * expected[0]:
+        is_sequence = task.kind.like == "sequence"
+        if is_sequence and actual == expected[1:] and len(given_outputs) == rows * expected[0]:
             return replace(self, given=actual, shape=expected)
         if len(given_outputs) != rows:
             return None
@@ -274,10 +275,10 @@ class ModuleCall:
             return self
         if task.has_binary_form(outputs) and actual in (expected[1:], (1, *expected[1:])):
             return replace(self, given=actual, shape=expected, binary=True)
-        flat = task.name == "regression" and actual == (outputs,)
+        flat = task.kind.is_number and actual == (outputs,)
         if flat or _without_ones(actual) == _without_ones(expected):
             return replace(self, given=actual, shape=expected)
-        if task.name == "next_token" and actual == expected[::-1]:
+        if is_sequence and actual == expected[::-1]:
             return replace(self, given=actual, shape=expected, classes_first=True)
         return None
 

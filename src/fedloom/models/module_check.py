@@ -157,7 +157,7 @@ class _Trial:
         outputs = reading.read(self.module, returned)
         fit = fitted(outputs)
         if fit is None:
-            of_classes = task.is_classification
+            of_classes = task.kind.is_class
             noun = "logits" if of_classes else f"outputs for {task.name}"
             actual = f"{outputs.dtype} {list(outputs.shape)}"
             problem = f"must return {noun}, {[rows, *expected]}, for {rows} inputs (got {actual})"
@@ -175,7 +175,7 @@ class _Trial:
         task = self.data.task
         if all(task.sums_to_one(self._scaled(factor)) for factor in _FACTORS):
             return replace(self.call, probabilities="softmax")
-        if self.call.binary or task.is_binary_by_label:
+        if self.call.binary or task.kind.is_binary:
             outputs = (self.call.unshaped(self._scaled(factor)) for factor in _FACTORS)
             if all(bool(((z >= 0) & (z <= 1)).all()) for z in outputs):  # NaN is not
                 return replace(self.call, probabilities="sigmoid")

@@ -408,7 +408,7 @@ class TransformerSettings(LibraryChoice):
             raise ValueError(f"inputs must be sequences of tokens, [tokens] (got {list(input_shape)})")
         keys = self.model_dump(include={"width", "layers", "heads", "dropout"})
         vocabulary = outputs if self.vocabulary is None else self.vocabulary
-        of_places = task.target_kind == "next_token"
+        of_places = task.kind.like == "sequence"
         return TokenTransformer(vocabulary, input_shape[0], outputs, next_token=of_places, **keys)
 
 

@@ -15,12 +15,9 @@ from fedloom.data.spec import Targets
 from fedloom.engine.trained import personalize_each, restore, torch_threads
 from fedloom.models.predictors import Predictor
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.names import headline_of
+from fedloom.tasks.names import KINDS, TaskName, headline_of
 
 EXAMPLES = "examples.json"
-
-CLIENTS = {"regression": 12, "segmentation": 4}
-"""Tasks whose reports show examples, and the number of clients shown: those with the worst results."""
 
 MOST = 100
 """Maximum number of test examples of a client."""
@@ -29,23 +26,24 @@ SIDE = 96
 """Maximum height and width of a shown image, in pixels; larger ones are thinned."""
 
 
-def write_examples(folder: RunFolder, task: str, targets: Targets) -> None:
+def write_examples(folder: RunFolder, task: TaskName, targets: Targets) -> None:
     """Write ``examples.json`` of a finished run: predictions for the clients with the worst results.
 
-    Nothing is written for tasks other than those of :data:`CLIENTS`, and for fields of numbers. The personalized models
+    Nothing is written for tasks without ``shown_clients``, and for fields of numbers. The personalized models
     are those of the last checkpoint; the clients' data are read from the run's partition.
 
     Raise DataError if the partition is missing or damaged.
     """
-    if task not in CLIENTS or (task == "regression" and len(targets.shape) > 1):
+    kind = KINDS[task]
+    if not kind.shown_clients or (kind.is_number and len(targets.shape) > 1):
         return
     summary = folder.json("summary.json")
     headline = headline_of(summary)
     column = f"personal_{headline.name}_unmasked"
     rows = [row for row in folder.clients() if row.get(column)]
     rows.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
-    worst = {row["id"]: row for row in rows[: CLIENTS[task]]}
-    describe = _numbers if task == "regression" else _picture
+    worst = {row["id"]: row for row in rows[: kind.shown_clients]}
+    describe = _numbers if kind.is_number else _picture
     predicted_by_client = {
         client: describe(x, y, predictions, targets)
         for client, (x, y, predictions) in predicted(folder, [*worst]).items()

@@ -29,7 +29,7 @@ from fedloom.reporting.page import DASH, Column, Panel, Part, table_row, tabulat
 from fedloom.reporting.report_results import small_table
 from fedloom.reporting.words import GROUP_TITLES, Document
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.names import metric_title, significant
+from fedloom.tasks.names import KINDS, metric_title, significant
 
 NUMBERS = 3
 """Maximum number of predicted numbers that have figures."""
@@ -78,7 +78,7 @@ def examples(run: RunFolder) -> Part:
     document = run.json("examples.json")
     if not document["clients"]:
         raise DataError(f"{run.path / 'examples.json'}: no client has test examples")
-    return _numbers(document) if document["task"] == "regression" else _masks(document)
+    return _numbers(document) if KINDS[document["task"]].is_number else _masks(document)
 
 
 def _numbers(document: Document) -> Part:

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -14,6 +14,9 @@ from fedloom.cli.options import Checkpoint, ClientAccess, OtherPartition, Server
 from fedloom.core.processes import termination_requested
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.engine.options import ProbeOptions
+
+Format = Literal["safetensors", "pt2", "onnx", "peft"]
+"""Formats of models, ``serving.personal_model.FORMATS``, whose module imports torch."""
 
 
 @with_options()
@@ -116,21 +119,15 @@ def personalize_command(
         ),
     ] = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            help="Format of the models of the run's clients: safetensors, pt2, onnx or peft; by default safetensors.",
-            metavar="FORMAT",
-        ),
-    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="predictor (personal; or global), timeout_s (seconds to wait for a server's model; 60), delta (with "
-            "--epsilon, δ: 1e-5; below 1/n for n examples, and at most 0.01); repeatable.",
+            help="predictor (personal; or global); for the models of the run's clients, format (safetensors; or pt2, "
+            "onnx, peft); for one model, timeout_s (seconds to wait for a server's; 60) and, with --epsilon, delta (δ: "
+            "1e-5; below 1/n for n examples, and at most 0.01) and clip (largest norm of an example's embedding; by "
+            "default the run's); repeatable.",
         ),
     ] = None,
     epsilon: Annotated[
@@ -139,12 +136,6 @@ def personalize_command(
             help="ε, above 0, of the (ε, δ)-differential privacy of the data disclosed to the server; inf adds no "
             "noise. By default as in the run's training.",
             metavar="E",
-        ),
-    ] = None,
-    clip: Annotated[
-        float | None,
-        typer.Option(
-            help="With --epsilon, the largest norm of an example's embedding; by default the run's.", metavar="C"
         ),
     ] = None,
     ledger: Annotated[
@@ -164,22 +155,28 @@ def personalize_command(
     ] = None,
 ) -> None:
     """Create and save models for clients, which need not have taken part in training."""
-    from fedloom.errors import ExperimentError
+    from fedloom.errors import ExperimentError, QuorumError
 
     settings = _request_settings(set_ or ())
-    formats = ("safetensors", "pt2", "onnx", "peft")  # serving.personal_model.FORMATS, which imports torch
-    if form is not None and form not in formats:
-        raise ExperimentError(
-            f"--format must be one of {', '.join(formats)} (got {form}).", key="format", found=form, allowed=formats
-        )
-    if out.suffix[1:] not in formats:
-        of_privacy = {"--epsilon": epsilon, "--clip": clip, "--ledger": ledger, "--budget": budget}
-        of_one = {f"--set {key}": key for key in settings.keys() - {"predictor"}} | of_privacy
+    if out.suffix[1:] not in get_args(Format):
+        of_privacy = {"--epsilon": epsilon, "--ledger": ledger, "--budget": budget}
+        of_one = {f"--set {key}": key for key in settings.keys() - {"predictor", "format"}} | of_privacy
         refuse_options(of_one, f"is for one model; give a file as --out (got {out}).")
-        predictor = settings.get("predictor", "personal")
-        _save_models(where, out, checkpoint, partition, clients, data or (), predictor, form or formats[0])
+        predictor, form = settings.get("predictor", "personal"), settings.get("format", "safetensors")
+        from fedloom.runs.folder import RunFolder
+
+        RunFolder.open(where)  # fail early, before torch is imported
+        from fedloom.serving.client_models import save_models
+
+        made = save_models(Path(where), out, checkpoint, partition, clients, data or (), predictor, f".{form}")
+        typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
+        for client, reason in made.lost.items():
+            typer.echo(f"{client} got no model: {reason}", err=True)
+        if made.lost:
+            everyone = pluralize(len(made.saved) + len(made.lost), "client")
+            raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
         return
-    of_all = {"--partition": partition, "--clients": clients, "--format": form}
+    of_all = {"--partition": partition, "--clients": clients, "--set format": settings.get("format")}
     refuse_options(
         of_all, f"is for a folder of models, and --out is one model, {out}; give --data DIR, one packed client."
     )
@@ -192,7 +189,6 @@ def personalize_command(
         data=data[0],
         checkpoint=checkpoint,
         epsilon=epsilon,
-        clip=clip,
         ledger=ledger,
         budget=budget,
         credentials=access.credentials,
@@ -230,33 +226,9 @@ def _request_settings(overrides: Sequence[str]) -> dict[str, Any]:
         """Rare arguments of :func:`fedloom.personalize`."""
 
         predictor: str = "personal"
+        format: Format = "safetensors"
         timeout_s: float = Field(default=60.0, ge=0.1)
         delta: float | None = None
+        clip: float | None = None
 
     return settings_of(RequestSettings, overrides, "the request").model_dump(exclude_unset=True)
-
-
-def _save_models(
-    run: str,
-    out: Path,
-    checkpoint: str,
-    partition: str | None,
-    clients: str | None,
-    data: Sequence[Path],
-    predictor: str,
-    form: str,
-) -> None:
-    """Save the models of a run's clients, or of another partition's."""
-    from fedloom.errors import QuorumError
-    from fedloom.runs.folder import RunFolder
-
-    RunFolder.open(run)  # fail early, before torch is imported
-    from fedloom.serving.client_models import save_models
-
-    made = save_models(Path(run), out, checkpoint, partition, clients, data, predictor, f".{form}")
-    typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
-    for client, reason in made.lost.items():
-        typer.echo(f"{client} got no model: {reason}", err=True)
-    if made.lost:
-        everyone = pluralize(len(made.saved) + len(made.lost), "client")
-        raise QuorumError(f"{len(made.lost)} of {everyone} got no model")

@@ -167,9 +167,9 @@ class PersonalModel(nn.Module):
     def _finished(self, predictions: Tensor) -> Tensor:
         """Return probabilities, or numbers in their own units, given predictions in the form of the task."""
         targets = self.card.spec.targets
-        if targets is None or targets.task in ("segmentation", "next_token"):
+        if targets is None or targets.kind.like is not None:
             return predictions.exp()
-        if targets.task == "multilabel":
+        if targets.kind.is_binary:
             return predictions.sigmoid()
         mean, std = self.get_buffer("target_mean"), self.get_buffer("target_std")
         return predictions * std + mean
@@ -354,13 +354,11 @@ def _output(card: ModelCard) -> str:
     if targets is None:
         return "Output: the network's raw output; the data have no classes."
     names = f" ({', '.join(targets.names)}, in this order)" if targets.names else ""
-    if targets.task == "regression":
+    if targets.kind.is_number:
         units = f"output * std + mean, mean {list(targets.mean)}, std {list(targets.std)}"
         return f"Output: standardized numbers{names}; in the targets' own units: {units}."
-    if targets.task == "multilabel":
-        return f"Output: logits of {targets.outputs} labels{names}; their sigmoid gives the probabilities."
-    subject = "classes of each pixel" if targets.task == "segmentation" else "next tokens"
-    return f"Output: logits of {targets.outputs} {subject}{names}; their softmax gives the probabilities."
+    subject, function = targets.kind.outputs, "sigmoid" if targets.kind.is_binary else "softmax"
+    return f"Output: logits of {targets.outputs} {subject}{names}; their {function} gives the probabilities."
 
 
 def check_format(path: Path) -> None:

@@ -61,8 +61,8 @@ class SavedModel:
 class ModelFolder:
     """Models in a folder, of which at most ``most`` are in memory. Only one thread may load at a time.
 
-    The folder has a file ``ID.pt2`` for each client, of ``fedloom personalize --format pt2``; a file that is replaced
-    is read again. Reading a file can run code that it contains, so the files must come from a trusted source.
+    The folder has a file ``ID.pt2`` for each client, of ``fedloom personalize --set format=pt2``; a replaced file is
+    read again. Reading a file can run code that it contains, so the files must come from a trusted source.
 
     Raise DataError if the folder has no models.
     """
@@ -75,7 +75,7 @@ class ModelFolder:
         if not self.clients():
             raise DataError(
                 f"{folder} has no models of clients ({SUFFIX}).",
-                hint=f"write them where the clients' data are: fedloom personalize RUN --format pt2 --out {folder}",
+                hint=f"write them where the clients' data are: fedloom personalize RUN --set format=pt2 --out {folder}",
             )
 
     def clients(self) -> list[str]:

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.settings import Settings
-from fedloom.tasks.names import METRICS, Headline, TaskName
+from fedloom.tasks.names import KINDS, METRICS, Headline, TargetKind, TaskName
 
 
 class MetricSums(ABC):
@@ -203,14 +203,9 @@ class PredictionTask(Settings):
         return self.label_input(y, outputs).double().sum(0)
 
     @property
-    def is_classification(self) -> bool:
-        """True if a target is one of K classes."""
-        return self.target_kind == "classification"
-
-    @property
-    def is_binary_by_label(self) -> bool:
-        """True if the loss applies a sigmoid to each output."""
-        return self.target_kind == "multilabel"
+    def kind(self) -> TargetKind:
+        """Properties of the targets."""
+        return KINDS[self.target_kind]
 
     def trial_targets(self, rows: int, outputs: int, target_shape: tuple[int, ...], *, raw: bool = False) -> Tensor:
         """Return targets that data with K outputs could have, ``[rows, *target_shape]``, for trying a model.
@@ -218,17 +213,17 @@ class PredictionTask(Settings):
         Numbers are standardized, or ``raw``: 0 or 1, which counts, events and measurements can be.
         """
         generator, shape = torch.Generator().manual_seed(0), (rows, *target_shape)
-        if self.is_classification:
+        if self.kind.is_class:
             return torch.arange(rows) % outputs
-        if self.target_kind == "regression" and not raw:
+        if self.kind.is_number and not raw:
             return torch.randn(shape, generator=generator)
-        if self.target_kind in ("multilabel", "regression"):
+        if self.kind.is_binary or self.kind.is_number:
             return torch.randint(2, shape, generator=generator).float()
         return torch.randint(outputs, shape, generator=generator)
 
     def has_binary_form(self, outputs: int) -> bool:
         """Return True if one logit z may stand for the two logits [0, z], whose cross-entropy is that of a sigmoid."""
-        return outputs == 2 and self.target_kind in ("classification", "segmentation")
+        return outputs == 2 and (self.kind.is_class or self.kind.like == "plane")
 
     def sums_to_one(self, outputs: Tensor) -> bool:
         """Return True if outputs are nonnegative and sum to one over the classes, as after a softmax."""

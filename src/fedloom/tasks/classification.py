@@ -131,4 +131,4 @@ def calibration_errors(calibration: Tensor) -> Tensor:
     return (right - confidence).abs().sum(-1) / examples.sum(-1)
 
 
-CLASSIFICATION = Classification()
+TASK = CLASSIFICATION = Classification()

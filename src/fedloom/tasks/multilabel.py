@@ -111,3 +111,6 @@ class LabelCounts(MetricSums):
         if not (0 <= loss <= LOSS_CAP * n * (1 + 1e-6) and math.isfinite(loss)):
             return f"a summed log loss of {loss:g} of {n:g} examples"
         return None
+
+
+TASK = Multilabel()

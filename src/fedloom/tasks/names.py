@@ -1,15 +1,69 @@
-"""Names of tasks and metrics, and headline metrics in results; reading a manifest imports this, without torch."""
+"""Kinds of targets, and metrics and headlines of results; reading a manifest imports this, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TaskName: TypeAlias = Literal["classification", "multilabel", "regression", "segmentation", "next_token"]
-"""Names of the tasks."""
+"""Names of the tasks, and of the kinds of their targets."""
+
+IGNORED_PIXEL, IGNORED_TOKEN = 255, -100
+"""Default values of targets that are left out: pixels without a class, padding."""
+
+
+@dataclass(frozen=True)
+class TargetKind:
+    """Properties of a kind of targets; other packages decide by these, never by the name.
+
+    Attributes
+    ----------
+    shapes, ranks
+        Shapes of the targets of n examples, for messages; numbers of axes of one target.
+    outputs, output, metrics_by_output
+        What the K outputs are, for messages; what one is, and the metrics that reports show for each.
+    is_class, is_binary, is_number
+        True if a target is one of K classes; 0 or 1 for each of K labels; numbers, which are standardized.
+    like, ignored
+        Inputs whose shape a target has, with one of K classes at each place (None: it has a shape of its own), and the
+        value that marks a place without a class.
+    shown_clients
+        Number of clients, those with the worst results, of which reports show examples.
+    """
+
+    shapes: str = ""
+    outputs: str = "classes"
+    ranks: range = range(0)
+    is_class: bool = False
+    is_binary: bool = False
+    is_number: bool = False
+    like: Literal["plane", "sequence"] | None = None
+    ignored: int | None = None
+    output: str = "class"
+    metrics_by_output: tuple[str, ...] = ()
+    shown_clients: int = 0
+
+
+PLACES = "[n, height, width] or [n, depth, height, width], the class of each pixel"
+NUMBERS = "[n] or [n, k], numbers, or [n, ...], a field of numbers"
+
+# fmt: off
+KINDS: Mapping[TaskName, TargetKind] = {
+    "classification": TargetKind(is_class=True),
+    "multilabel": TargetKind("[n, K], 0 or 1 for each of K labels", "labels", range(1, 2), is_binary=True,
+                             output="label", metrics_by_output=("auroc", "f1")),
+    "regression": TargetKind(NUMBERS, "numbers", range(8), is_number=True, shown_clients=12),
+    "segmentation": TargetKind(PLACES, "classes of each pixel", range(2, 4), like="plane", ignored=IGNORED_PIXEL,
+                               metrics_by_output=("iou", "dice"), shown_clients=4),
+    "next_token": TargetKind("[n, length], token ids", "next tokens", range(1, 2), like="sequence",
+                             ignored=IGNORED_TOKEN),
+}
+# fmt: on
+"""Kinds of targets by the names of their tasks."""
 
 
 ABBREVIATIONS = {
@@ -107,9 +161,6 @@ METRICS: Mapping[str, Headline] = {
     **_named("log_loss brier ece rmse mae mse perplexity loss", higher_is_better=False, percent=False),
 }
 """Metrics of FedLoom's tasks, by name."""
-
-IGNORED: Mapping[TaskName, int] = {"segmentation": 255, "next_token": -100}
-"""Default values of targets that are left out: pixels without a class, padding."""
 
 ALIASES: Mapping[str, str] = {"f1": "macro_f1", "auc": "auroc", "iou": "mean_iou", "cross_entropy": "log_loss"}
 """Other names of metrics that an experiment may ask for."""
@@ -228,7 +279,7 @@ def next_tokens(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """
     import numpy as np
 
-    ignored_value = IGNORED["next_token"]
+    ignored_value = IGNORED_TOKEN
     same = y == x if x.shape == y.shape else np.zeros(1, dtype=bool)
     if not same.any() or not (same | (y == ignored_value)).all():
         return y

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.tasks.base import LOSS_CAP, CategoricalTask, MetricSums, TargetShape, are_whole, ratio
-from fedloom.tasks.names import IGNORED, METRICS
+from fedloom.tasks.names import IGNORED_TOKEN, METRICS
 
 
 class NextToken(CategoricalTask):
@@ -24,7 +24,7 @@ class NextToken(CategoricalTask):
 
     name: Literal["next_token"] = Field(default="next_token", description="the next token at each place of a sequence")
     ignore_index: int = Field(
-        default=IGNORED["next_token"],
+        default=IGNORED_TOKEN,
         description="value of targets that are left out of the loss and of the metrics, as is -100",
     )
     label_smoothing: float = Field(
@@ -48,8 +48,8 @@ class NextToken(CategoricalTask):
         is_counted = _counted(y, self.ignore_index)
         each = F.cross_entropy(
             outputs.flatten(0, 1),
-            y.long().where(is_counted, IGNORED["next_token"]).flatten(),
-            ignore_index=IGNORED["next_token"],
+            y.long().where(is_counted, IGNORED_TOKEN).flatten(),
+            ignore_index=IGNORED_TOKEN,
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
@@ -84,7 +84,7 @@ class NextToken(CategoricalTask):
 
 def _counted(y: Tensor, ignore_index: int) -> Tensor:
     """Return True for targets that count."""
-    return (y != ignore_index) & (y != IGNORED["next_token"])
+    return (y != ignore_index) & (y != IGNORED_TOKEN)
 
 
 class TokenSums(MetricSums):
@@ -122,3 +122,6 @@ class TokenSums(MetricSums):
         if not 0 <= loss <= LOSS_CAP * tokens * (1 + 1e-6):
             return f"a summed loss of {loss:g} of {tokens:g} tokens"
         return None
+
+
+TASK = NextToken()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, TypeAlias, get_args
 
 from pydantic import Field
@@ -11,18 +12,14 @@ from pydantic import Field
 from fedloom.core.plugins import plugins
 from fedloom.errors import ExperimentError
 from fedloom.tasks.base import OWN_LOSS, PredictionTask
-from fedloom.tasks.classification import CLASSIFICATION
-from fedloom.tasks.multilabel import Multilabel
 from fedloom.tasks.names import TaskName
-from fedloom.tasks.next_token import NextToken
-from fedloom.tasks.regression import Regression
-from fedloom.tasks.segmentation import Segmentation
 
 GROUP = "fedloom.tasks"
 """Entry points of other packages' tasks."""
 
-OWN_TASKS: tuple[PredictionTask, ...] = (CLASSIFICATION, Multilabel(), Regression(), Segmentation(), NextToken())
-"""FedLoom's own tasks with default settings: one for each kind of targets."""
+_MODULES = [import_module(f"{__package__}.{name}") for name in get_args(TaskName)]
+OWN_TASKS: tuple[PredictionTask, ...] = tuple(module.TASK for module in _MODULES)
+"""FedLoom's own tasks with default settings: one for each kind of targets, in the module of its name."""
 
 
 def task_plugins() -> list[PredictionTask]:

@@ -22,7 +22,7 @@ from fedloom.tasks.base import (
     ratio,
     weights_fault,
 )
-from fedloom.tasks.names import IGNORED, METRICS
+from fedloom.tasks.names import IGNORED_PIXEL, METRICS
 
 _NONE = -100
 """Index of pixels that do not count; it is not a class."""
@@ -33,7 +33,7 @@ class Segmentation(CategoricalTask):
 
     name: Literal["segmentation"] = Field(default="segmentation", description="one of C classes for each pixel")
     ignore_index: int = Field(
-        default=IGNORED["segmentation"],
+        default=IGNORED_PIXEL,
         description="value of pixels that are left out of the loss and of the metrics, as are those without a class",
     )
     class_weights: Weights | None = Field(
@@ -79,7 +79,7 @@ class Segmentation(CategoricalTask):
 def _counted(y: Tensor, classes: int, ignore_index: int) -> Tensor:
     """Return True for pixels that count: those with a class, unless it is the ignored one."""
     is_counted = y != ignore_index
-    return is_counted if classes > IGNORED["segmentation"] else is_counted & (y != IGNORED["segmentation"])
+    return is_counted if classes > IGNORED_PIXEL else is_counted & (y != IGNORED_PIXEL)
 
 
 class ClassOverlap(MetricSums):
@@ -126,3 +126,6 @@ class ClassOverlap(MetricSums):
         if (right > torch.minimum(predicted, true)).any():
             return "more right pixels of a class than predicted or true ones"
         return None
+
+
+TASK = Segmentation()

@@ -194,8 +194,8 @@ def _how_to_fix(dataset: Dataset, root: Path) -> str:
 
 
 def _fetch_command(dataset: Dataset, root: Path) -> str:
-    option = "" if root == data_root() else f" --root {shlex.quote(str(root))}"
-    return f"fedloom data fetch {dataset.name}{option}"
+    prefix = "" if root == data_root() else f"FEDLOOM_DATA={shlex.quote(str(root))} "
+    return f"{prefix}fedloom data fetch {dataset.name}"
 
 
 def _is_intact(dataset: Dataset, root: Path) -> bool:

@@ -16,6 +16,7 @@ from fedloom.data.pack.pixels import ImageStack, Picture, UnfitImage, endings, l
 from fedloom.data.spec import InputSpec
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
+from fedloom.tasks.names import KINDS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -62,8 +63,8 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
     split_folders = _are_splits(folder, () if needs is None else needs.class_names)
     depth = int(split_folders) + int(request.client is not None)
     task = request.wanted_task
-    masked = request.labelled and task in (None, "segmentation") and _has_masks(folder, depth)
-    if not masked and task not in (None, "classification"):
+    masked = request.labelled and (task is None or KINDS[task].like == "plane") and _has_masks(folder, depth)
+    if not masked and task is not None and not KINDS[task].is_class:
         raise DataError(
             f"{folder}: task {task} cannot be read from images in folders; segmentation needs folders {IMAGES} and "
             f"{MASKS}, and other targets a table or arrays"

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from fedloom.core.words import first_of
 from fedloom.data.pack.examples import Columns, Examples, Request, ValidationErrors, described_shape
 from fedloom.data.pack.labels import label_positions, notes_of_classes
-from fedloom.data.spec import DTYPES, RANKS, SHAPES, DataSpec, InputSpec, SpecError, Targets, TensorKind, unnamed
+from fedloom.data.spec import DTYPES, DataSpec, InputSpec, SpecError, Targets, TensorKind, unnamed
 from fedloom.data.values import EXACT, Rounding, as_numbers, found_classes
 from fedloom.errors import DataError
-from fedloom.tasks.names import IGNORED, TaskName, next_tokens
+from fedloom.tasks.names import IGNORED_PIXEL, KINDS, TaskName, next_tokens
 
 VALUES = 2**22
 """Number of values converted at once, unless one example has more."""
@@ -189,7 +189,7 @@ def _targets(
         return None, None, class_list or (), ()
     y = _without_ones(columns.y, request.wanted_task, specs)
     task = request.wanted_task or _inferred_task(y, specs, columns)
-    if task == "classification":
+    if KINDS[task].is_class:
         labels, classes, notes = _classes(y, class_list, columns, request, errors)
         return labels, None, classes, notes
     required = None if request.needs is None else request.needs.targets
@@ -197,10 +197,10 @@ def _targets(
     if required is not None:
         names, outputs = required.names, required.outputs
     packed, targets, notes = _of_task(y, task, specs, columns, errors, names=names, outputs=outputs)
-    if task == "next_token":
+    if targets.kind.like == "sequence":
         packed, shift_notes = tokens_to_predict(x, packed)
         notes += shift_notes
-    if task == "multilabel" and request.wanted_task is None and one_hot(y):
+    if targets.kind.is_binary and request.wanted_task is None and one_hot(y):
         notes += (
             "every row of the targets has exactly one 1, and they are read as several labels of an example "
             f"(multilabel); if they are classes (one-hot), set {request.called('task')}: classification",
@@ -243,9 +243,10 @@ def _classes(
     if y.ndim > 1:
         numeric = y.ndim == 2 and y.dtype.kind in "iufb"
         wrong = np.flatnonzero(~_one_hot_rows(y)) if numeric else np.arange(len(y))
+        shapes = "; ".join(f"{name} {each.shapes}" for name, each in KINDS.items() if each.shapes)
         errors.add_many(
             f"targets of shape {described_shape(y)}: not one class (label) or exactly one 1 among 0 for each, as "
-            f"task classification needs; for others, set the task: {'; '.join(map(' '.join, SHAPES.items()))}",
+            f"task classification needs; for others, set the task: {shapes}",
             len(wrong),
             map(place, wrong.tolist()),
         )
@@ -284,18 +285,18 @@ def _of_task(
     outputs
         Minimum number of outputs of segmentation and next_token: the data may lack some.
     """
-    place, shape, notes = columns.places.target, y.shape[1:], tuple[str, ...]()
-    fits = {
-        "segmentation": [plane for spec in specs.values() if (plane := _plane(spec)) is not None],
-        "next_token": _sequences(specs),
-    }.get(task, [shape])
-    if len(shape) not in RANKS[task] or y.dtype.kind not in "iufb" or 0 in shape or shape not in fits:
-        of_inputs = f", of the inputs' shape {' or '.join(str(list(each)) for each in fits)}" if task in IGNORED else ""
+    place, shape, notes, kind = columns.places.target, y.shape[1:], tuple[str, ...](), KINDS[task]
+    fits = [shape]
+    if kind.like is not None:
+        planes = [plane for spec in specs.values() if (plane := _plane(spec)) is not None]
+        fits = planes if kind.like == "plane" else _sequences(specs)
+    if len(shape) not in kind.ranks or y.dtype.kind not in "iufb" or 0 in shape or shape not in fits:
+        of_inputs = f", of the inputs' shape {' or '.join(str(list(each)) for each in fits)}" if kind.like else ""
         raise DataError(
-            f"{errors.source}: targets are {y.dtype} of shape {described_shape(y)}; task {task} needs {SHAPES[task]}"
+            f"{errors.source}: targets are {y.dtype} of shape {described_shape(y)}; task {task} needs {kind.shapes}"
             f"{of_inputs}"
         )
-    if task == "regression":
+    if kind.is_number:
         packed, notes = _packed_numbers(
             y.reshape(*y.shape, *[1] * (y.ndim == 1)),
             "features",
@@ -304,14 +305,14 @@ def _of_task(
             errors,
         )
         return packed.reshape(y.shape), Targets(task, shape, math.prod(shape), tuple(names)), notes
-    if task == "segmentation":
+    if kind.like == "plane":
         y, notes = pixel_classes(y, len(names) or outputs, errors.source)
-    label_count = shape[0] if task == "multilabel" else len(names) or _outputs(task, y, specs, outputs, errors.source)
+    label_count = shape[0] if kind.is_binary else len(names) or _outputs(task, y, specs, outputs, errors.source)
     targets = Targets(task, shape, label_count, tuple(names))
-    top = 1 if task == "multilabel" else label_count - 1
+    top = 1 if kind.is_binary else label_count - 1
     wrong = _not_whole(y, top, targets.ignored)
     also = "" if targets.ignored is None else f", or {targets.ignored} for no target"
-    labels = names if task == "multilabel" else ()
+    labels = names if kind.is_binary else ()
     places = (
         f"{place(int(i[0]))}{f', {labels[int(i[1])]}' if labels else ''}: {y[tuple(i)]:g}" for i in np.argwhere(wrong)
     )
@@ -321,11 +322,11 @@ def _of_task(
 
 def _outputs(task: TaskName, y: NDArray[Any], specs: Mapping[str, InputSpec], outputs: int | None, source: str) -> int:
     """Return the number of classes of a pixel, or of tokens; in masks, 255 is a class only among greater numbers."""
-    ignored_value = IGNORED[task]
+    ignored_value = KINDS[task].ignored or 0
     values = y if (y > ignored_value).any() else y[y != ignored_value]
     count = int(values.max(initial=0)) + 1 if np.isfinite(y).all() else 1
     vocabulary = max(spec.high or 1 for spec in specs.values())
-    if task == "next_token" and outputs is None and FEW_LABELS * count > vocabulary:
+    if KINDS[task].like == "sequence" and outputs is None and FEW_LABELS * count > vocabulary:
         count = max(count, vocabulary)
     if outputs is not None and outputs < count:
         raise DataError(
@@ -344,7 +345,7 @@ def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tupl
 
     Raise DataError if no pixel has a class, or the number of classes must be stated.
     """
-    ignored_value = IGNORED["segmentation"]
+    ignored_value = IGNORED_PIXEL
     is_ignored = masks == ignored_value
     others = masks[~is_ignored]
     if is_ignored.any() and others.size and outputs in (None, 2) and not others.any():
@@ -371,7 +372,7 @@ def _check_numbers(masks: NDArray[Any], source: str) -> None:
     """
     small = masks.max() <= np.iinfo(np.uint16).max  # np.unique sorts all pixels
     values = np.flatnonzero(np.bincount(masks.reshape(-1).astype(np.int64))) if small else np.unique(masks)
-    ignored_value, numbers = IGNORED["segmentation"], [int(number) for number in values]
+    ignored_value, numbers = IGNORED_PIXEL, [int(number) for number in values]
     count, most = len(numbers), numbers[-1]
     if most == ignored_value and count > 1 and (numbers[-2] != count - 2 or count > ignored_value):
         fault = (
@@ -418,10 +419,13 @@ def _without_ones(y: NDArray[Any], task: TaskName | None, specs: Mapping[str, In
 
     The task is None if it is inferred from the targets.
     """
-    if y.ndim < 2 or y.shape[1] != 1 or y.dtype.kind not in "iufb" or task in ("multilabel", "regression"):
+    if y.ndim < 2 or y.shape[1] != 1 or y.dtype.kind not in "iufb":
+        return y
+    kind = None if task is None else KINDS[task]
+    if kind is not None and not kind.is_class and kind.like is None:
         return y
     if y.ndim == 2:
-        return y if task in IGNORED or (task is None and has_fraction(y)) else y[:, 0]
+        return y if (kind is not None and kind.like) or (task is None and has_fraction(y)) else y[:, 0]
     return y[:, 0] if any(_plane(spec) == y.shape[2:] for spec in specs.values()) else y
 
 

@@ -31,6 +31,7 @@ from fedloom.data.pack.texts import tokenize
 from fedloom.data.spec import InputSpec
 from fedloom.data.values import EXACT, MISSING, TRUTHS, as_numbers, is_whole, number
 from fedloom.errors import DataError, ExperimentError
+from fedloom.tasks.names import KINDS
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -333,7 +334,8 @@ def _layout(header: Sequence[str], request: Request, source: str, index: Sequenc
     needs = request.needs
     required = () if needs is None or needs.targets is None else needs.targets.names
     several = (request.targets or required) if request.labelled else ()
-    numeric = request.labelled and (bool(request.targets) or request.wanted_task not in (None, "classification"))
+    task = request.wanted_task
+    numeric = request.labelled and (bool(request.targets) or (task is not None and not KINDS[task].is_class))
     key = request.called("targets" if several else "label")
     targets = [column(name, key) for name in several or (request.label,)] if numeric else []
     label = request.label if request.labelled and not numeric else None
