@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from fedloom.errors import FedloomError
+
+if TYPE_CHECKING:
+    from typer.testing import Result
 
 
 def tells(text: str, *facts: object) -> bool:
@@ -33,6 +37,12 @@ def refusing(kind: type[Exception], *facts: object) -> Iterator[pytest.Exception
     with pytest.raises(kind) as refused:
         yield refused
     assert mentions(str(refused.value), *facts), f"{refused.value} does not name all of {facts}"
+
+
+def failed(result: Result, kind: type[FedloomError]) -> str:
+    """Return the message of a command that failed with an error of a class."""
+    assert isinstance(result.exception, kind), (result.output, result.exception)
+    return str(result.exception)
 
 
 @contextlib.contextmanager

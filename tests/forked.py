@@ -34,6 +34,7 @@ import itertools
 import json
 import os
 import pkgutil
+import re
 import runpy
 import shutil
 import signal
@@ -54,7 +55,9 @@ STARTS = (
 )  # fmt: skip
 """Beginnings of environment variables that are read once, when a process or a library starts."""
 
-TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR")
+TAKEN_OVER = (
+    "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR",
+)  # fmt: skip
 """Variables among these that a fork can still adopt (``_become``). Importing torch's compiler sets the last one."""
 
 FLAGS = ("-P", "-u")
@@ -102,6 +105,13 @@ def _is_server(pid: int) -> bool:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(SERVER.encode() + b"\0")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+TASK = re.compile(
+    r'program_path=\$\(mktemp -d\)\s+printf "%s" "\$0" > "\$program_path/ephemeral_component\.py"\s+_KFP_RUNTIME=true '
+    r'(\S+) -m kfp\.dsl\.executor_main\s+--component_module_path\s+"\$program_path/ephemeral_component\.py"\s+"\$@"\s*'
+)
+"""Shell program of a task of Kubeflow Pipelines, whose arguments are the component's source and the executor's."""
 
 
 # The caller's side -------------------------------------------------------------------------------------------------
@@ -153,8 +163,9 @@ def _server(environment: Mapping[str, str]) -> Server:
             with its:
                 command = [sys.executable, __file__, str(its.fileno()), str(key[0]), " " * TITLE_BYTES]
                 process = subprocess.Popen(
-                    command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, env=dict(environment)
-                )
+                    command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
+                    env={name: value for name, value in environment.items() if name != "PYTHONSAFEPATH"},
+                )  # fmt: skip
             if ours.recv(64) != b"ready":
                 raise ChildProcessError(f"the server that forks processes did not start: {process.wait()}")
             _servers[key] = Server(ours)
@@ -167,8 +178,16 @@ def _end(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _as_python(words: Sequence[str]) -> list[str] | None:
-    """Return a command as ``[sys.executable, ...]``, as the kernel runs our scripts; None for other programs."""
+def _as_python(words: Sequence[str], environment: dict[str, str]) -> list[str] | None:
+    """Return a command as ``[sys.executable, ...]``, as the kernel runs our scripts; None for other programs.
+
+    A task of Kubeflow Pipelines is its Python process, without the shell around it.
+    """
+    if words[:2] == ["sh", "-ec"] and (task := TASK.fullmatch(words[2])) and task[1] == sys.executable:
+        file = Path(tempfile.mkdtemp()) / "ephemeral_component.py"
+        file.write_text(words[3])
+        environment["_KFP_RUNTIME"] = "true"
+        return [task[1], "-m", "kfp.dsl.executor_main", "--component_module_path", str(file), *words[4:]]
     if words[0] != sys.executable:
         try:
             with Path(words[0]).open("rb") as file:
@@ -198,7 +217,7 @@ def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
     dies_with_parent = getattr(self, "dies_with_parent", False)
     python = None
     if sys.platform == "linux" and not any(given[name] for name in ("shell", "preexec_fn", "pass_fds", "executable")):
-        python = _as_python(words)
+        python = _as_python(words, environment)
     other = _read_at_start(environment, ("PYTHON",)) != _read_at_start(os.environ, ("PYTHON",))
     if python is None or other:
         if dies_with_parent and shutil.which("setpriv"):
@@ -405,7 +424,7 @@ def _import(packages: bool) -> None:
 def _run(words: Sequence[str]) -> None:
     """Run ``python WORDS``."""
     flags = _flags(words)
-    safe = "-P" in flags
+    safe = "-P" in flags or bool(os.environ.get("PYTHONSAFEPATH"))
     words = [words[0], *words[1 + len(flags) :]]
     kind, sys.argv = words[1], list(words[1:])
     if safe:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -61,21 +64,55 @@ def fetch(cache: Path, binary: Path) -> None:
     staging.rename(binary)
 
 
-def run(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    line = [str(helm()), *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=False)
+def run(*arguments: object, given: Any = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run Helm; ``given`` is a tree of values that ``-f -`` reads."""
+    line, text = [str(helm()), *map(str, arguments)], None if given is None else json.dumps(given)
+    return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=False, input=text)
+
+
+def change(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Set values at dotted keys of a tree; a mapping is merged into the one that is there."""
+    for key, value in changes.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        tree = merged(tree, value)
+    return tree
+
+
+def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    values = {key: merged(tree.get(key) or {}, value) if isinstance(value, dict) else value
+              for key, value in over.items()}  # fmt: skip
+    return {**tree, **values}
+
+
+def scenario_values(scenario: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the values of a scenario with changes."""
+    return change(yaml.load((CHART / "ci" / f"{scenario}-values.yaml").read_text(), LOADER), changes)
+
+
+def rendered(
+    scenario: str,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    *more: str,
+    chart: Path = CHART,
+    command: str = "template",
+) -> str:
+    """Return the rendered manifests of a scenario with changes, as text."""
+    return _output(command, json.dumps(scenario_values(scenario, changes)), chart, more)
 
 
 @functools.cache
-def rendered(scenario: str, *arguments: str, chart: Path = CHART, kubernetes: str = "1.35.0") -> str:
-    """Return the rendered manifests of a scenario, as text."""
-    values = CHART / "ci" / f"{scenario}-values.yaml"
-    done = run("template", "fed", chart, "-n", "fl", "-f", values, "--kube-version", kubernetes, *arguments)
+def _output(command: str, given: str, chart: Path, more: tuple[str, ...]) -> str:
+    if command == "template":
+        more = ("--kube-version", "1.35.0", *more)
+    done = run(command, "fed", chart, "-n", "fl", "-f", "-", *more, given=json.loads(given))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@functools.cache
 def objects(text: str) -> list[dict[str, Any]]:
+    """Return the objects of rendered manifests, shared by all who ask."""
     return [item for item in yaml.load_all(text, Loader=LOADER) if item]
 
 

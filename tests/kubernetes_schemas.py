@@ -86,6 +86,21 @@ def faults(manifest: Any, version: str) -> list[ValidationError]:
     return list(found.iter_errors(manifest))
 
 
+def closed(schema: Any) -> Any:
+    """Return the schema of a custom resource in which unknown properties, which Kubernetes would drop, are errors."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items() if key not in ("properties", "format")}
+    if "properties" in schema:
+        own = {name: closed(value) for name, value in schema["properties"].items()}
+        found = {"additionalProperties": False, "properties": own, **found}
+    if schema.get("x-kubernetes-int-or-string"):
+        found.pop("type", None)
+    return found
+
+
 def check(*manifests: Any, versions: Iterable[str] = VERSIONS) -> None:
     """Fail unless every version of Kubernetes accepts every manifest."""
     for manifest in manifests:

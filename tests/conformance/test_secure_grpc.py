@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-import torch
 from conformance_kit import Faulty, Federation, Killed, assert_equal_but_for_traffic, same_bits, state
 from ports import free_address
-from test_grpc import aggregator_of
+from test_grpc import aggregator_of, make_aggregator, work
 from test_secure_conformance import (
     AT,
     MEMBERS,
@@ -24,14 +23,9 @@ from test_secure_conformance import (
 )
 from transport_support import Proxy
 
-from fedloom.engine import assemble, distributed
-from fedloom.federation.loop import vocabulary
 from fedloom.federation.transport import Call
-from fedloom.sums.messages import VOCABULARY, KeyRoster, ShareDelivery
+from fedloom.sums.messages import KeyRoster, ShareDelivery
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.exchanges import ServedRun
-from fedloom.transport.stream import Introduction
-from fedloom.transport.worker import serve
 
 
 class Member:
@@ -39,19 +33,9 @@ class Member:
 
     def __init__(self, wire: Wire, name: str, clients: Sequence[str], address: str) -> None:
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(wire, name, clients, address), daemon=True)
+        given = (wire.tiny, name, clients, address, wire.tiny.tmp / wire.name / "states", self._stop)
+        self._thread = threading.Thread(target=work, args=given, daemon=True)
         self._thread.start()
-
-    def _serve(self, wire: Wire, name: str, clients: Sequence[str], address: str) -> None:
-        parts, algorithm = wire.tiny.parts, wire.tiny.parts.algorithm
-        serve(
-            address,
-            Introduction(name, list(clients), {algorithm.name: algorithm.version}),
-            make_session=lambda joined: assemble.client_side(
-                parts, wire.tiny.dataset, torch.device("cpu"), str(wire.tiny.tmp / wire.name / "states")
-            ),
-            stop=self._stop,
-        )
 
     def kill(self) -> None:
         """End the worker without notifying the aggregator."""
@@ -74,20 +58,7 @@ class Wire:
     def aggregator(self) -> Aggregator:
         """Start an aggregator without the conversations of an earlier one."""
         self._incarnations += 1
-        parts, algorithm = self.tiny.parts, self.tiny.parts.algorithm
-        run = ServedRun(
-            name="conformance",
-            incarnation=f"a{self._incarnations}",
-            experiment=distributed.welcome(parts),
-            vocabulary={**vocabulary(algorithm), **VOCABULARY},
-            dtype=assemble.DTYPE,
-            clients=self.everyone,
-            algorithm=algorithm.name,
-            version=algorithm.version,
-            roster=parts.manifest.roster,
-            classes=parts.manifest.spec.classes,
-        )
-        self.server = Aggregator(run)
+        self.server = make_aggregator(self.tiny, f"a{self._incarnations}")
         self.server.start(self.address)
         return self.server
 
@@ -140,7 +111,7 @@ def sums_of(tiny: Federation) -> tuple[Federation, list[Call], str]:
 def test_grpc_gives_the_bits_of_one_process(tiny: Federation, summed: str, workers: int) -> None:
     secure = disturbed(tiny)
     secure.recorded("whole")
-    with aggregator_of(secure, str(secure.tmp / "wire" / "states"), workers) as server:
+    with aggregator_of(secure, secure.tmp / "wire" / "states", workers) as server:
         secure.run("wire", server)
         assert len(server.workers()) == workers
     assert_equal_but_for_traffic(secure, "wire", "whole")

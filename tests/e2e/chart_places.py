@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 import helm
 import yaml
-from e2e_places import MARK, Place
+from e2e_places import MARK, Place, until
 from kubernetes.client import PolicyV1Api
 from kubernetes.client.exceptions import ApiException
-from run_processes import until
 
 TICK_S = 0.1
 
@@ -102,7 +101,7 @@ class OnProcesses:
         output = "".join(
             core.read_namespaced_pod_log(name, self._place.namespace, container=container) for container in containers
         )
-        assert core.read_namespaced_pod(name, self._place.namespace).status.phase == "Succeeded", output
+        assert self._place.pod(name)["status"]["phase"] == "Succeeded", output
         assert all(word in output for word in words), output
         core.delete_namespaced_pod(name, self._place.namespace)  # its hook-delete-policy
         until(lambda: name not in self._pods(), f"{name} is gone", self._place.patience_s)
@@ -110,7 +109,7 @@ class OnProcesses:
     def uninstall(self) -> None:
         with self._lock:
             self._wanted = {}
-        core, namespace, chosen = self._place.core, self._place.namespace, f"{MARK}={self._place.token}-chart"
+        core, namespace = self._place.core, self._place.namespace
         until(lambda: not self._pods(), f"pods of {self.name} are gone", self._place.patience_s)
         self._over.set()
         self._thread.join()
@@ -122,14 +121,14 @@ class OnProcesses:
                 core.delete_namespaced_service(name, namespace)
             with suppress(ApiException):
                 self._policy.delete_namespaced_pod_disruption_budget(name, namespace)
-        assert not core.list_namespaced_pod(namespace, label_selector=chosen).items
+        assert not self._pods()
 
     def _rendered(self, values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:
         path = self._folder / "values.yaml"
         path.write_text(yaml.safe_dump({**values, "fullnameOverride": self.name}))
         done = helm.run("template", "fed", helm.CHART, "-n", self._place.namespace, "-f", path, *arguments)
         assert done.returncode == 0, done.stderr
-        return helm.objects(done.stdout)
+        return copy.deepcopy(helm.objects(done.stdout))
 
     def _pod(self, name: str, template: dict[str, Any], index: int) -> dict[str, Any]:
         template = copy.deepcopy(template)
@@ -140,9 +139,7 @@ class OnProcesses:
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
     def _pods(self) -> dict[str, Any]:
-        chosen = f"{MARK}={self._place.token}-chart"
-        found = self._place.core.list_namespaced_pod(self._place.namespace, label_selector=chosen).items
-        return {pod.metadata.name: pod for pod in found}
+        return {pod["metadata"]["name"]: pod for pod in self._place.selected(f"{MARK}={self._place.token}-chart")}
 
     def _control(self) -> None:
         made: dict[str, Any] = {}
@@ -152,7 +149,7 @@ class OnProcesses:
             there = self._pods()
             for name, pod in there.items():
                 tested = name.endswith("-test")
-                ended = pod.status.phase in ("Succeeded", "Failed") and not tested
+                ended = pod["status"]["phase"] in ("Succeeded", "Failed") and not tested
                 if (not tested and made.get(name) != wanted.get(name)) or ended or (tested and not wanted):
                     with suppress(ApiException):
                         self._place.core.delete_namespaced_pod(name, self._place.namespace)
@@ -187,12 +184,8 @@ class ByHelm:
 
     def uninstall(self) -> None:
         self._helm("uninstall", self.name, "--wait")  # returns while pods are still terminating
-        pods = partial(
-            self._place.core.list_namespaced_pod,
-            self._place.namespace,
-            label_selector=f"app.kubernetes.io/instance={self.name}",
-        )
-        until(lambda: not pods().items, f"pods of {self.name} are gone", self._place.patience_s)
+        pods = partial(self._place.selected, f"app.kubernetes.io/instance={self.name}")
+        until(lambda: not pods(), f"pods of {self.name} are gone", self._place.patience_s)
 
 
 @contextmanager

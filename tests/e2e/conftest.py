@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_places import Case, Place, processes, real
+from e2e_places import UNREPORTED, Case, Place, processes, real
 
 from fedloom import experiment as experiments
 from fedloom.data.remote import publish
@@ -41,8 +41,7 @@ EXPERIMENT: dict[str, Any] = {
 
 
 @pytest.fixture(
-    scope="session",
-    params=[pytest.param("processes", id="processes"), pytest.param("real", id="real-cluster")],
+    scope="session", params=[pytest.param("processes", id="processes"), pytest.param("real", id="real-cluster")]
 )
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Return a real cluster if the environment names one, else the cluster of processes."""
@@ -75,7 +74,9 @@ def case(place: Place, fashion_mnist_root: Path, tmp_path_factory: pytest.TempPa
     place.store.write("reference.yaml", text.encode())
     partition, reference = f"{place.storage}/partitions/{fingerprint}", f"{place.storage}/reference"
     command = ["fedloom", "run", f"{place.storage}/reference.yaml", "--partition", partition]
-    pod = place.start("reference", [*command, "--out", "/work/run", "--workers", "0", "--publish", reference], {})
+    pod = place.start(
+        "reference", [*command, "--out", "/work/run", "--workers", "0", "--publish", reference], UNREPORTED
+    )
     code, output = place.ended(pod)
     assert code == 0, output
     return Case(text, fingerprint, place.fetch("reference", folder / "reference"))

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import signal
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +21,6 @@ import yaml
 from fake_cluster import FakeCluster
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
-from run_processes import until
 from s3_support import S3Server
 
 from fedloom.cluster.manifests import identity
@@ -31,7 +31,18 @@ SCRIPT = (Path(__file__).parent / "launch_script.py").read_text()
 RBAC = ROOT / "components" / "federate" / "rbac.yaml"
 MARK = "fedloom.dev/e2e"
 GONE_S = 120.0
+UNREPORTED = {"FEDLOOM_REPORT": "0"}
+"""Environment of aggregators in most tests: a report takes longer than their rounds."""
 SECRET = {"apiVersion": "v1", "kind": "Secret"}
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    """Wait until a condition holds that takes a request: the longer it has not held, the rarer the requests."""
+    start = time.monotonic()
+    while not condition():
+        elapsed_s = time.monotonic() - start
+        assert elapsed_s < timeout_s, f"never happened: {what}"
+        time.sleep(min(max(elapsed_s / 40, 0.02), 0.5))
 
 
 @dataclass
@@ -123,8 +134,19 @@ class Place:
             f"{pod} ends; it says: {self._try_log(pod)}",
             self.patience_s,
         )
-        state = self.core.read_namespaced_pod(pod, self.namespace).status.container_statuses[0].state
-        return state.terminated.exit_code, self.log(pod)
+        status = self.pod(pod)["status"]["containerStatuses"][0]
+        return status["state"]["terminated"]["exitCode"], self.log(pod)
+
+    def pod(self, name: str) -> dict[str, Any]:
+        """Return a pod as JSON: tests wait for pods, and making the client's models takes longer than the request."""
+        answer = self.core.read_namespaced_pod(name, self.namespace, _preload_content=False)
+        return dict(json.loads(answer.data))
+
+    def selected(self, selector: str) -> list[dict[str, Any]]:
+        """Return the pods with these labels, oldest first."""
+        answer = self.core.list_namespaced_pod(self.namespace, label_selector=selector, _preload_content=False)
+        made = lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"])  # noqa: E731
+        return sorted(json.loads(answer.data)["items"], key=made)
 
     def log(self, pod: str) -> str:
         """Return the log of a pod."""
@@ -141,11 +163,9 @@ class Place:
         self.core.create_namespaced_secret(self.namespace, body)
         return str(metadata["name"])
 
-    def pods(self, run_id: str, component: str | None = None) -> list[Any]:
-        """Return the pods of a federation, or of one of its components, oldest first."""
-        labels = self.selector(run_id) + (f",app.kubernetes.io/component={component}" if component else "")
-        found = self.core.list_namespaced_pod(self.namespace, label_selector=labels).items
-        return sorted(found, key=lambda pod: (pod.metadata.creation_timestamp, pod.metadata.name))
+    def pods(self, run_id: str, component: str) -> list[dict[str, Any]]:
+        """Return the pods of a component of a federation."""
+        return self.selected(f"{self.selector(run_id)},app.kubernetes.io/component={component}")
 
     def left(self, run_id: str) -> list[str]:
         """Return every object of a federation that the cluster still has."""
@@ -169,7 +189,7 @@ class Place:
     ) -> str:
         """Start a pod that launches a federation, with a token in its environment, and return its name."""
         cluster = {"image": self.image, "storage_secret": self.secret, "s3_endpoint": self.s3_endpoint}
-        cluster |= {"orphan_after_s": 120, "namespace": self.namespace, **settings}
+        cluster |= {"orphan_after_s": 120, "namespace": self.namespace, "aggregator": {"env": UNREPORTED}, **settings}
         reported = {
             "RUN_ID": self.run_id(run_id), "EXPERIMENT": experiment, "STORAGE": self.storage,
             "FINGERPRINT": fingerprint, "CLUSTER": json.dumps(cluster),
@@ -205,14 +225,14 @@ class Place:
 
     def clear(self) -> None:
         """Remove all our pods and all our objects in the store."""
-        for pod in self.core.list_namespaced_pod(self.namespace, label_selector=f"{MARK}={self.token}").items:
-            self.core.delete_namespaced_pod(pod.metadata.name, self.namespace, grace_period_seconds=0)
+        for pod in self.selected(f"{MARK}={self.token}"):
+            self.core.delete_namespaced_pod(pod["metadata"]["name"], self.namespace, grace_period_seconds=0)
         for secret in self.core.list_namespaced_secret(self.namespace, label_selector=f"{MARK}={self.token}").items:
             self.core.delete_namespaced_secret(secret.metadata.name, self.namespace)
         self.store.remove([entry.name for entry in self.store.entries()])
 
     def _phase(self, pod: str) -> str:
-        return str(self.core.read_namespaced_pod(pod, self.namespace).status.phase)
+        return str(self.pod(pod)["status"].get("phase"))
 
     def _try_log(self, pod: str) -> str:
         try:

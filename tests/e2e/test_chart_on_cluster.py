@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import yaml
 from chart_places import release
-from e2e_places import Case, Place
+from e2e_places import Case, Place, until
 from kubernetes.client.exceptions import ApiException
-from run_processes import fedloom, started, until
+from run_processes import fedloom, started
 from safetensors.numpy import load_file
 from test_federation_on_cluster import assert_equals_reference
 from vowel_data import vowel_examples
@@ -131,8 +131,8 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
         fed.rollback()  # fewer rounds than it has completed; none is lost
         until(lambda: uid(place, aggregator) not in (before, None), "the aggregator is another", place.patience_s)
         assert published_round(place, fed.name) == case.rounds + 2
-    left = place.core.list_namespaced_pod(place.namespace, label_selector="app.kubernetes.io/part-of=fedloom").items
-    assert [pod.metadata.name for pod in left if pod.metadata.name.startswith(fed.name)] == []
+    remaining = [pod["metadata"]["name"] for pod in place.selected("app.kubernetes.io/part-of=fedloom")]
+    assert [name for name in remaining if name.startswith(fed.name)] == []
 
 
 def packed(folder: Path) -> list[Path]:
@@ -183,8 +183,8 @@ def test_external_members_survive_new_certificates_and_a_new_client_gets_a_model
             chosen = f"app.kubernetes.io/instance={fed.instance},app.kubernetes.io/component={component}"
 
             def pod() -> str | None:
-                found = place.core.list_namespaced_pod(place.namespace, label_selector=chosen).items
-                return next((one.metadata.name for one in found if one.metadata.deletion_timestamp is None), None)
+                found = [one["metadata"] for one in place.selected(chosen)]
+                return next((about["name"] for about in found if "deletionTimestamp" not in about), None)
 
             return stack.enter_context(Tunnel(Api(place.namespace), pod, port)).address
 
@@ -223,9 +223,7 @@ def test_external_members_survive_new_certificates_and_a_new_client_gets_a_model
         secret("server", [*hosts, "127.0.0.1"])
         until(lambda: certificate() not in (old, ""), "it shows the new certificate", place.patience_s)
         more_rounds()
-        assert uid(place, aggregator) == before  # nothing was restarted
-        statuses = place.core.read_namespaced_pod(aggregator, place.namespace).status.container_statuses
-        assert [status.restart_count for status in statuses] == [0]
+        assert life(place, aggregator) == (before, 0)  # nothing was restarted
 
         rounds = published_round(place, fed.name) + 300  # more than complete before the aggregator is replaced
         federation = {**VOWELS["federation"], "rounds": rounds}
@@ -254,15 +252,16 @@ def test_external_members_survive_new_certificates_and_a_new_client_gets_a_model
 
 def uid(place: Place, pod: str) -> str | None:
     try:
-        return str(place.core.read_namespaced_pod(pod, place.namespace).metadata.uid)
+        return str(place.pod(pod)["metadata"]["uid"])
     except ApiException:
         return None
 
 
 def life(place: Place, pod: str) -> tuple[str, int]:
     """Return the identity of a pod, and the number of its container's restarts."""
-    found = place.core.read_namespaced_pod(pod, place.namespace)
-    return found.metadata.uid, found.status.container_statuses[0].restart_count
+    found = place.pod(pod)
+    (status,) = found["status"]["containerStatuses"]
+    return found["metadata"]["uid"], status["restartCount"]
 
 
 def log(place: Place, pod: str) -> str:

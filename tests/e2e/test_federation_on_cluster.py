@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_places import Case, Place
-from run_processes import final, scores, until
+from e2e_places import Case, Place, until
+from run_processes import final, scores
 
 from fedloom.security.tokens import make_token
 
@@ -54,13 +54,14 @@ def under_way(place: Place, run_id: str, case: Case, component: str) -> set[str]
 
 def names(place: Place, run_id: str, component: str) -> set[str]:
     """Return the names of a component's pods."""
-    return {found.metadata.name for found in place.pods(run_id, component)}
+    return {found["metadata"]["name"] for found in place.pods(run_id, component)}
 
 
 def test_pods_give_the_results_of_one_process(place: Place, case: Case, tmp_path: Path) -> None:
     token = make_token().get_secret_value()
     shared = place.secret_with("token", token=token)
-    launcher = place.launch("whole", case.experiment, case.fingerprint, token=token, token_secret=shared)
+    whole = {"token_secret": shared, "aggregator": {}}  # with a report
+    launcher = place.launch("whole", case.experiment, case.fingerprint, token=token, **whole)
     run, output = finished(place, launcher, "whole", tmp_path)
     assert_equals_reference(run, case)
     place.assert_all_gone("whole")
@@ -117,12 +118,7 @@ def test_a_launcher_adopts_the_federation_of_a_killed_one(place: Place, case: Ca
     ("run_id", "settings", "device", "words"),
     [
         ("image", {"image": "registry.invalid/fedloom:none"}, "cpu", ["registry.invalid/fedloom:none"]),
-        (
-            "gpu",
-            {"gpu": {"count": 1000}, "pending_timeout_s": 5},
-            "cuda",
-            ["nvidia.com/gpu", "nodes are available"],
-        ),
+        ("gpu", {"gpu": {"count": 1000}, "pending_timeout_s": 5}, "cuda", ["nvidia.com/gpu", "nodes are available"]),
     ],
     ids=["image that cannot be pulled", "GPU that cannot be scheduled"],
 )

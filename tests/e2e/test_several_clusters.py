@@ -14,21 +14,16 @@ from typing import Any
 import pytest
 import yaml
 from chart_places import OnProcesses
-from e2e_places import Place, processes
+from e2e_places import Place, processes, until
 from helm import CHART
 from run_processes import fedloom as run_fedloom
-from run_processes import final, scores, started, until
+from run_processes import final, scores, started
 from s3_support import S3Server
 from test_chart_on_cluster import SMALL, VOWELS, common, log, packed, published_round, uid
 
 from fedloom.security.certificates import make_ca, make_certificate
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.xdist_group("e2e"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("e2e")]
 
 ROUNDS = 60
 EXPERIMENT: dict[str, Any] = {
@@ -108,8 +103,7 @@ def test_members_in_other_clusters_give_the_results_of_one_process(s3_server: S3
         until(over, f"the rounds are over; the aggregator says: {log(here, aggregator)}", here.patience_s)
         run = here.fetch(f"runs/{hub.name}", tmp_path / "run")
         for name, place in zip(members, elsewhere, strict=False):
-            pods = place.core.list_namespaced_pod(place.namespace).items
-            assert [pod.metadata.name for pod in pods] == [f"{name}-worker-0"]  # without an aggregator
+            assert [pod["metadata"]["name"] for pod in place.selected("")] == [f"{name}-worker-0"]  # no aggregator
 
     joins = [json.loads(line) for line in (run / "logs" / "audit.jsonl").read_text().splitlines()]
     assert {line["identity"] for line in joins if line["event"] == "join"} == set(members)

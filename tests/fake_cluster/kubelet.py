@@ -174,6 +174,7 @@ class PodRun:
         self.address = ""
         self.folder = kubelet.root / f"{self.name}-{pod['metadata']['uid'][:8]}"
         self.containers = [Container(self, spec) for spec in pod["spec"]["containers"]]
+        self._told: Any = None
         self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self.thread.start()
 
@@ -269,6 +270,11 @@ class PodRun:
             "Initialized": True, "PodReadyToStartContainers": started, "ContainersReady": ready, "Ready": ready,
         }  # fmt: skip
 
+        statuses = [container.status() for container in self.containers]
+        if (told := (moment, wanted, statuses, extra)) == self._told:
+            return
+        self._told = told
+
         def change(found: Object) -> None:
             status = found["status"]
             before = {c["type"]: c for c in status.get("conditions", [])}
@@ -282,7 +288,7 @@ class PodRun:
             if status["phase"] not in ("Succeeded", "Failed"):
                 status.update(phase=phase, **extra)
             status["conditions"] = list(before.values())
-            status["containerStatuses"] = [container.status() for container in self.containers]
+            status["containerStatuses"] = statuses
             if self.address:
                 status.update(podIP=self.address, podIPs=[{"ip": self.address}], hostIP="127.0.0.1")
                 status.setdefault("startTime", now())
@@ -590,9 +596,7 @@ def project(folder: Path, content: Mapping[str, bytes]) -> None:
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """Expand ``$(NAME)`` of known variables and keep others; ``$$(NAME)`` is the text ``$(NAME)``."""
     return re.sub(
-        r"\$(\$|\(([^)]*)\))",
-        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
-        text,
+        r"\$(\$|\(([^)]*)\))", lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]), text
     )
 
 

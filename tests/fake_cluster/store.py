@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 import uuid
@@ -46,6 +45,13 @@ class Change:
     before: Object | None
 
 
+def clone(item: Any) -> Any:
+    """Copy an object of the API, which is JSON, several times as fast as ``copy.deepcopy``."""
+    if isinstance(item, dict):
+        return {key: clone(value) for key, value in item.items()}
+    return [clone(value) for value in item] if isinstance(item, list) else item
+
+
 def now() -> str:
     """Return the time in the API's format."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -80,14 +86,14 @@ class Store:
             409 if the name exists.
         """
         with self.changed:
-            made = copy.deepcopy(given)
+            made = clone(given)
             meta = made["metadata"]
             key = (resource.plural, meta.get("namespace", ""), meta["name"])
             if key in self._objects:
                 raise ApiError(409, "AlreadyExists", f'{resource.qualified} "{meta["name"]}" already exists')
             meta |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
             self._put(key, "ADDED", made, None)
-            return copy.deepcopy(made)
+            return clone(made)
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
         """Return one object.
@@ -99,7 +105,7 @@ class Store:
         """
         with self.changed:
             try:
-                return copy.deepcopy(self._objects[resource.plural, namespace, name])
+                return clone(self._objects[resource.plural, namespace, name])
             except KeyError:
                 raise ApiError(404, "NotFound", f'{resource.qualified} "{name}" not found') from None
 
@@ -107,7 +113,7 @@ class Store:
         """Return every object of a kind, oldest first, and the version of that state."""
         with self.changed:
             found = [
-                copy.deepcopy(item)
+                clone(item)
                 for (plural, where, _), item in self._objects.items()
                 if plural == resource.plural and namespace in ("", where)
             ]
@@ -128,7 +134,7 @@ class Store:
             before = self._objects.get(key)
             if before is None or uid not in (None, before["metadata"]["uid"]):
                 raise ApiError(404, "NotFound", f'{resource.qualified} "{name}" not found')
-            after = copy.deepcopy(before)
+            after = clone(before)
             change(after)
             if after != before:
                 if after.get("spec") != before.get("spec"):
@@ -138,7 +144,7 @@ class Store:
                 if gone:
                     del self._objects[key]
                     self.deletions += 1
-            return copy.deepcopy(after)
+            return clone(after)
 
     def delete(
         self, resource: Resource, namespace: str, name: str, propagation: str | None = None, grace_s: int | None = None,

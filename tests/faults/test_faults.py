@@ -118,7 +118,7 @@ def test_ctrl_c(place: Place, experiment: Path, run: Running) -> None:
 
 
 def test_a_suspended_worker_loses_its_clients_at_the_round_timeout(place: Place) -> None:
-    experiment = place.experiment("fedavg", every=50, rounds=500, deadline_s=1.0)
+    experiment = place.experiment("fedavg", every=50, rounds=150, deadline_s=1.0)
     with ExitStack() as stack:
         federation = Federation(place, experiment, stack)
         wait_until(lambda: rounds(federation.out) >= 1, "the first round")

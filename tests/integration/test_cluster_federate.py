@@ -107,11 +107,7 @@ def partition(small_run: tuple[Path, Path]) -> Path:
 
 @pytest.fixture
 def place(
-    small_run: tuple[Path, Path],
-    partition: Path,
-    s3_server: S3Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small_run: tuple[Path, Path], partition: Path, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Place]:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -179,7 +175,8 @@ def test_secure_sums_of_pods_equal_those_of_one_process(place: Place, small_run:
         "federation.secure_aggregation": "{bits: 32}",
     }
     overrides = [f"{key}={value}" for key, value in keys.items()]
-    out = place.federate(*overrides, clients_per_worker=10)
+    unreported = {"env": {"FEDLOOM_REPORT": "0"}}  # it takes longer than the rounds
+    out = place.federate(*overrides, clients_per_worker=10, aggregator=unreported)
     alone = place.folder / "alone"
     settings = [word for override in overrides for word in ("--set", override)]
     fedloom("run", small_run[0], "--out", alone, "--partition", place.partition, *settings)
@@ -299,9 +296,7 @@ def test_permissions_are_checked_before_the_partition_is_published(
 def test_orphan_after_s_is_rejected_without_permission_to_forward_ports(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rules = [
-        {"apiGroups": ["", "batch"], "resources": ["services", "jobs", "pods", "pods/log"], "verbs": ["*"]},
-    ]
+    rules = [{"apiGroups": ["", "batch"], "resources": ["services", "jobs", "pods", "pods/log"], "verbs": ["*"]}]
     monkeypatch.setenv("KUBECONFIG", str(place.cluster.kubeconfig_for(rules)))
     with pytest.raises(RefusedError, match=r"cluster\.orphan_after_s") as refused:
         place.federate(orphan_after_s=5)
@@ -587,7 +582,7 @@ def locally(place: Place, *overrides: str, out: str = "out", **changes: Any) -> 
 
 
 @pytest.fixture
-def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path) -> Place:
+def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path, forks: None) -> Place:
     return Place(tmp_path, small_run[0], partition, "", None)  # type: ignore[arg-type]
 
 

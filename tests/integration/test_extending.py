@@ -137,7 +137,8 @@ def test_the_example_task_trains(environment: dict[str, str], tmp_path: Path) ->
     waits(tmp_path)
     for workers in (0, 1):
         out = tmp_path / f"run-{workers}"
-        done = fedloom(environment, "run", tmp_path / "waits.yaml", "--workers", workers, "--report", "--out", out)
+        report = "--report" if workers else "--no-report"
+        done = fedloom(environment, "run", tmp_path / "waits.yaml", "--workers", workers, report, "--out", out)
         assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"run-{n}" / "summary.json").read_text()) for n in (0, 1))
     assert first["task"] == "quantile"
@@ -185,17 +186,22 @@ KINDLESS = Kindless()
 """
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("command", ["schema", "run its.yaml", "run misspelt.yaml"])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("group", "point", "facts"),
+    ("group", "point", "facts", "command"),
     [
-        ("tasks", "odd = fedloom_odd:TAKEN", ["regression"]),
-        ("tasks", "odd = fedloom_odd:KINDLESS", ["kindless", "target_kind", "multilabel"]),
-        ("models", "broken = fedloom_extras.fedsgd:FEDSGD", ["FedSGD", "ModelChoice"]),
-        ("algorithms", "broken = fedloom_extras.nowhere:METHOD", ["ModuleNotFoundError"]),
-        ("algorithms", "broken = fedloom_extras.fedsgd:NOWHERE", ["AttributeError"]),
-        ("algorithms", "broken = fedloom_extras.fedsgd:FedSGDSettings", ["ModelMetaclass", "Algorithm"]),
+        ("tasks", "odd = fedloom_odd:TAKEN", ["regression"], "schema"),
+        ("tasks", "odd = fedloom_odd:KINDLESS", ["kindless", "target_kind", "multilabel"], "run its.yaml"),
+        ("models", "broken = fedloom_extras.fedsgd:FEDSGD", ["FedSGD", "ModelChoice"], "run misspelt.yaml"),
+        ("algorithms", "broken = fedloom_extras.nowhere:METHOD", ["ModuleNotFoundError"], "schema"),
+        ("algorithms", "broken = fedloom_extras.fedsgd:NOWHERE", ["AttributeError"], "run its.yaml"),
+        ("algorithms", "broken = fedloom_extras.fedsgd:NOWHERE", ["AttributeError"], "run misspelt.yaml"),
+        (
+            "algorithms",
+            "broken = fedloom_extras.fedsgd:FedSGDSettings",
+            ["ModelMetaclass", "Algorithm"],
+            "run its.yaml",
+        ),
     ],
 )
 def test_an_entry_point_that_cannot_be_registered_is_reported(

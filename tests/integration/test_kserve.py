@@ -40,27 +40,12 @@ OBJECTS = [*yaml.safe_load_all(next(block for block in BLOCKS if "ServingRuntime
 CONTAINER, MOUNTED = "kserve-container", "/mnt/models"
 
 
-def closed(schema: Any) -> Any:
-    """Return a schema of a custom resource in which unknown properties, which Kubernetes would drop, are errors."""
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: closed(value) for key, value in schema.items() if key not in ("properties", "items", "format")}
-    if "properties" in schema:
-        found["properties"] = {name: closed(value) for name, value in schema["properties"].items()}
-        found["additionalProperties"] = False
-    if "items" in schema:
-        found["items"] = closed(schema["items"])
-    if schema.get("x-kubernetes-int-or-string"):
-        found.pop("type", None)
-    return found
-
-
 def check(objects: list[dict[str, Any]]) -> None:
     """Check objects against the published schemas."""
     for one in objects:
         crd = CRDS[one["kind"]]
         assert one["apiVersion"] == f"{crd['group']}/{crd['version']}"
-        jsonschema.validate(one, closed(crd["schema"]))
+        jsonschema.validate(one, kubernetes_schemas.closed(crd["schema"]))
 
 
 def deployed(objects: list[dict[str, Any]]) -> dict[str, Any]:

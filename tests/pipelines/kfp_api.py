@@ -1,7 +1,7 @@
 """The Kubeflow Pipelines API as ``ml-pipeline`` serves it: v2beta1 REST over a socket, in memory.
 
 It speaks for pipelines, versions, uploads, experiments, runs and recurring runs (:mod:`kfp_recurring`), with the API's
-status codes and bodies, one user or many, tokens, and what networks do: answers that are late, broken or lost. It
+status codes and bodies, one user or many, tokens, and what networks do: answers that are broken or lost. It
 checks an uploaded pipeline and a run's parameters as the API server does, and runs nothing: a test says how a run goes
 on. Not covered: archiving, reports and artifacts.
 
@@ -50,7 +50,6 @@ import json
 import re
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,14 +62,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import kfp_recurring
 import yaml
-from kfp_lists import Json, Refused, listed
+from kfp_recurring import Json, Refused, listed
 
 PREFIX = "/apis/v2beta1"
 LOG = re.compile(r"/apis/v1alpha1/runs/([0-9a-f-]{36})/nodes/([a-z0-9-]+)/log")
 HEALTH = "GET /healthz"
 WORKFLOW = "personalized-federation-x7k2p"
-
-
 EMPTY_IDENTITY = "Unauthenticated: Failed to check authorization. User identity is empty in the request header"
 
 
@@ -100,14 +97,13 @@ class Fault:
     """Fault of requests whose method and path match: ``times`` of them, after ``skip``.
 
     ``status`` answers with an error, or with a redirect to ``location``; ``drop`` closes the connection, before or
-    after the request is processed; ``delay_s`` comes first.
+    after the request is processed.
     """
 
     request: str
     status: int | None = None
     location: str | None = None
     drop: str = ""
-    delay_s: float = 0.0
     times: int = 10**6
     skip: int = 0
 
@@ -147,7 +143,6 @@ class KubeflowApi:
     asked: list[str] = field(default_factory=list)
     rights: set[tuple[str, str]] = field(default_factory=set)
     right: tuple[str, str] = ("", "")
-    heard: dict[str, threading.Event] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     logs: dict[str, str] = field(default_factory=dict)
     host: str = ""
@@ -156,10 +151,6 @@ class KubeflowApi:
     def counts(self) -> tuple[int, int, int, int]:
         """Return the number of pipelines, versions, experiments and runs."""
         return len(self.pipelines), len(self.versions), len(self.experiments), len(self.runs)
-
-    def hears(self, request: str) -> threading.Event:
-        """Return an event that is set when a request whose method and path match has been received."""
-        return self.heard.setdefault(request, threading.Event())
 
     # Requests, by method and path; arguments are the path's parts, the query and the body.
 
@@ -405,7 +396,6 @@ class Handler(BaseHTTPRequestHandler):
             self.api.asked.append(request)
             fault = self._fault(request)
         if fault is not None:
-            time.sleep(fault.delay_s)
             if fault.drop == "before":
                 self._close()
                 return
@@ -427,9 +417,6 @@ class Handler(BaseHTTPRequestHandler):
                 status, answer = 200, self._route(method, url.path, url.query, content)
         except Refused as error:
             status, answer = error.status, {"error": str(error), "code": error.code, "message": str(error)}
-        for pattern, event in self.api.heard.items():
-            if re.fullmatch(pattern, request):
-                event.set()
         if fault is not None and fault.drop == "after":
             self._close()
             return

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import yaml
@@ -77,6 +78,7 @@ def made(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     tree["data"]["root"] = str(fresh_root)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDLOOM_REPORT", "1")
+        patch.setattr(subprocess.Popen, "_execute_child", forked._execute_child)
         return chain(tmp_path_factory.mktemp("chain"), tree, ["federation.rounds=2"])
 
 
@@ -211,10 +213,7 @@ def test_federate(made: Chain) -> None:
         ({"backend": "slurm"}, "backend must be local or kubernetes (got slurm)"),
         ({"backend": "local", "cluster": '{"worker": 3}'}, "worker"),
         ({"backend": "local", "cluster": "workers: 3"}, "not JSON"),
-        (
-            {"backend": "kubernetes", "cluster": '{"image": "a:1"}'},
-            "storage is not set",
-        ),
+        ({"backend": "kubernetes", "cluster": '{"image": "a:1"}'}, "storage is not set"),
     ],
 )
 def test_federate_rejects_impossible_settings(
@@ -302,7 +301,7 @@ def test_report_and_compare(made: Chain, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive  # a federation of its own
-def test_data_without_classes(tmp_path: Path) -> None:
+def test_data_without_classes(forks: None, tmp_path: Path) -> None:
     tree = yaml.safe_load((Path(__file__).parents[2] / "experiments" / "wga-quadratic.yaml").read_text())
     one = chain(tmp_path, tree, ["federation.rounds=2", "runtime.workers=0"])
     found = evaluated(tmp_path / "evaluated", one.model, one.shards)
@@ -319,7 +318,7 @@ def test_cleanup_removes_nothing_for_local_processes() -> None:
 
 
 @pytest.mark.slow
-def test_regression_data_are_federated_evaluated_and_reported(tmp_path: Path) -> None:
+def test_regression_data_are_federated_evaluated_and_reported(forks: None, tmp_path: Path) -> None:
     random = np.random.default_rng(2)
     x = random.normal(5, 3, (160, 4)).astype(np.float32)
     y = x @ np.array([4.0, -2.0, 1.0, 3.0]) * 100 + 5000

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
+from configured_pipelines import configured
 from facts import refusing, tells
 from google.protobuf.json_format import MessageToDict, ParseDict
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
 from kfp.pipeline_spec.pipeline_spec_pb2 import PipelineSpec
-from tasks_of_kfp import configured
 from typer.testing import CliRunner, Result
 
 from fedloom.cli.main import app

@@ -21,7 +21,7 @@ import kfp_recurring
 import kubernetes_schemas
 import pytest
 import yaml
-from facts import mentions, tells
+from facts import failed, mentions, tells
 from forked import Popen
 from kfp_api import Fault, KubeflowApi, serving
 from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
@@ -43,12 +43,6 @@ def done(result: Result) -> str:
     """Return the output of a command that succeeded."""
     assert result.exit_code == 0, (result.output, result.exception)
     return result.output
-
-
-def failed(result: Result, kind: type[FedloomError]) -> str:
-    """Return the message of a command that failed with an error of a class."""
-    assert isinstance(result.exception, kind), (result.output, result.exception)
-    return str(result.exception)
 
 
 # --- submission -------------------------------------------------------------------------------------------------------

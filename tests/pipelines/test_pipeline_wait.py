@@ -8,7 +8,7 @@ from typing import Any
 
 import kfp_api
 import pytest
-from facts import tells
+from facts import failed, tells
 from fake_cluster import FakeCluster
 from kfp_api import Fault, KubeflowApi
 from run_processes import until
@@ -31,12 +31,6 @@ from fedloom.kubeflow.steps import FAILURE_MARK, step
 pytestmark = pytest.mark.xdist_group("components")
 
 Command = Callable[..., Result]
-
-
-def failed(result: Result, kind: type[FedloomError]) -> str:
-    """Return the message of a command that failed with an error of a class."""
-    assert isinstance(result.exception, kind), (result.output, result.exception)
-    return str(result.exception)
 
 
 def test_waiting_reports_progress(api: KubeflowApi, submit: Command) -> None:
@@ -193,10 +187,7 @@ DONE, WAITING = ("Succeeded", "done"), ("Omitted", "")
 
 @pytest.mark.cluster
 def test_the_workflow_tells_why_each_pod_does_not_start_and_which_task_it_belongs_to(
-    api: KubeflowApi,
-    submit: Command,
-    watched: Callable[..., FakeCluster],
-    monkeypatch: pytest.MonkeyPatch,
+    api: KubeflowApi, submit: Command, watched: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "PENDING_S", 0.0)
     failed_before = ("Failed", "Error (exit code 1)")
@@ -215,10 +206,7 @@ def test_the_workflow_tells_why_each_pod_does_not_start_and_which_task_it_belong
 
 @pytest.mark.cluster
 def test_a_chain_of_healthy_drivers_is_not_reported_and_a_pod_that_is_stuck_after_it_is(
-    api: KubeflowApi,
-    submit: Command,
-    watched: Callable[..., FakeCluster],
-    monkeypatch: pytest.MonkeyPatch,
+    api: KubeflowApi, submit: Command, watched: Callable[..., FakeCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod of some task is pending all the time, but no single one for long, except the last."""
     monkeypatch.setattr(runs, "PENDING_S", 0.15)
@@ -236,11 +224,7 @@ def test_a_chain_of_healthy_drivers_is_not_reported_and_a_pod_that_is_stuck_afte
 
 @pytest.mark.cluster
 def test_the_workflow_explains_why_pods_were_not_created(
-    api: KubeflowApi,
-    submit: Command,
-    pipeline: Command,
-    watched: Callable[..., FakeCluster],
-    monkeypatch: Any,
+    api: KubeflowApi, submit: Command, pipeline: Command, watched: Callable[..., FakeCluster], monkeypatch: Any
 ) -> None:
     account = 'pods "x" is forbidden: error looking up service account kubeflow/pipeline-runner: not found'
     cluster = watched(plan=(("Error", account), WAITING), fetch=(DONE, ("Failed", "Error (exit code 1)")))
@@ -256,10 +240,7 @@ def test_the_workflow_explains_why_pods_were_not_created(
 @pytest.mark.cluster
 @pytest.mark.parametrize("printed", [None, InterruptedRun, WorkerLostError])
 def test_a_lack_of_memory_is_told_with_the_setting_to_raise(
-    api: KubeflowApi,
-    submit: Command,
-    watched: Callable[..., FakeCluster],
-    printed: type[FedloomError] | None,
+    api: KubeflowApi, submit: Command, watched: Callable[..., FakeCluster], printed: type[FedloomError] | None
 ) -> None:
     """A task whose process was killed by the kernel records only a consequence; the cause is in the Workflow."""
     watched(federate=(DONE, ("Failed", "OOMKilled (exit code 137)")))
@@ -280,11 +261,7 @@ def test_another_reason_of_the_task_is_kept_if_an_earlier_attempt_lacked_memory(
 
 @pytest.mark.cluster
 def test_the_record_of_a_failure_is_read_from_the_pod_if_argo_archives_no_logs(
-    api: KubeflowApi,
-    submit: Command,
-    pipeline: Command,
-    watched: Callable[..., FakeCluster],
-    monkeypatch: Any,
+    api: KubeflowApi, submit: Command, pipeline: Command, watched: Callable[..., FakeCluster], monkeypatch: Any
 ) -> None:
     """A Kubeflow for one user then reads no log at all. The error is one that only the task's process knows."""
     cluster = watched(federate=(DONE, ("Failed", "Error (exit code 1)")))

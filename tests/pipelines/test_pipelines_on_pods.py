@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.xdist_group("pipelines"),
+    pytest.mark.usefixtures("forks"),
 ]
 
 RULES = Path(__file__).parents[2] / "components" / "federate" / "rbac.yaml"

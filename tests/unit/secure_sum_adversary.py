@@ -142,9 +142,7 @@ class Lies:
 
 
 def attack(
-    session: Session,
-    colluders: Collection[int],
-    lies: Lies | Callable[[list[int]], Lies] = Lies(),
+    session: Session, colluders: Collection[int], lies: Lies | Callable[[list[int]], Lies] = Lies()
 ) -> Adversary:
     """Run a session with a lying aggregator, and return the adversary's view.
 

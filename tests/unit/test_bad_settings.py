@@ -49,9 +49,7 @@ def refusal(tmp_path: Path, algorithm: str, key: str) -> str:
         ("{name: pfedhn, server_lr: 10, server_decay: 0.1}", "server_lr", (10, "server_decay", 0.1)),
     ],
 )
-def test_an_overshooting_step_size_is_rejected(
-    tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]
-) -> None:
+def test_overshooting_steps_are_rejected(tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]) -> None:
     assert tells(refusal(tmp_path, algorithm, key), *found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -54,12 +53,22 @@ def generator() -> Any:
     return module
 
 
-def values() -> dict[str, Any]:
-    return dict(yaml.safe_load((CHART / "values.yaml").read_text()))
-
-
 def of_kind(text: str, kind: str) -> list[dict[str, Any]]:
     return [item for item in helm.objects(text) if item["kind"] == kind]
+
+
+def named(item: dict[str, Any]) -> tuple[str, str]:
+    return item["kind"], item["metadata"]["name"]
+
+
+def one(text: str, kind: str, component: str) -> dict[str, Any]:
+    """Return the only object of a kind for a component."""
+    (found,) = [item for item in of_kind(text, kind) if item["metadata"]["name"].endswith(f"-{component}")]
+    return found
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod["containers"], *pod.get("initContainers", [])]
 
 
 # ---- without Helm
@@ -84,7 +93,7 @@ def test_every_value_has_a_schema_and_every_key_of_the_schema_a_value() -> None:
         for key, inside in value.items():
             compare(inside, rule["properties"][key], f"{path}.{key}")
 
-    compare(values(), schema, "")
+    compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
 
 
 def test_every_key_of_the_schema_has_a_description() -> None:
@@ -145,7 +154,7 @@ def test_pods_meet_the_restricted_standard_and_have_no_rights(scenario: str) -> 
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        for container in containers(pod):
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
             assert context["readOnlyRootFilesystem"] is True
@@ -167,7 +176,7 @@ def test_no_object_contains_a_secret(scenario: str) -> None:
     assert "BEGIN" not in text
     assert not re.search(r"fedloom_[0-9a-zA-Z]+_[0-9a-zA-Z_-]{43}", text)
     for name, pod in helm.pods(text):
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        for container in containers(pod):
             for entry in container["env"]:
                 if re.search(r"KEY_ID|ACCESS_KEY|PASSWORD|FEDLOOM_TOKEN$", entry["name"]):
                     assert "secretKeyRef" in entry["valueFrom"], (name, entry["name"])
@@ -176,7 +185,7 @@ def test_no_object_contains_a_secret(scenario: str) -> None:
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "member"])
 def test_there_is_one_aggregator_with_reachable_probes(scenario: str) -> None:
     text = helm.rendered(scenario)
-    (aggregator,) = [item for item in of_kind(text, "StatefulSet") if item["metadata"]["name"].endswith("-aggregator")]
+    aggregator = one(text, "StatefulSet", "aggregator")
     assert aggregator["spec"]["replicas"] == 1
     assert "volumeClaimTemplates" not in aggregator["spec"]
     pod = aggregator["spec"]["template"]["spec"]
@@ -216,19 +225,13 @@ def test_model_servers_scale_drain_and_spread() -> None:
     assert container["resources"]["requests"]["cpu"]  # the base of its utilization
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert f"0.0.0.0:{container[probe]['httpGet']['port']}" == arguments["--health"]
-    (service,) = [item for item in of_kind(text, "Service") if item["metadata"]["name"] == serve["metadata"]["name"]]
-    assert service["spec"]["clusterIP"] == "None"
-    (aggregator,) = [item for name, item in helm.pods(text) if name.endswith("-aggregator")]
+    assert one(text, "Service", "serve")["spec"]["clusterIP"] == "None"
+    aggregator = dict(helm.pods(text))["fed-fedloom-aggregator"]
     assert f"--publish={container['args'][1]}" in aggregator["containers"][0]["args"]
     secrets = {entry["valueFrom"]["secretKeyRef"]["name"] for entry in container["env"] if "valueFrom" in entry}
     assert secrets == {"store-readers"}
     startup = container["startupProbe"]  # waiting for the first round is not killed meanwhile
     assert startup["periodSeconds"] * startup["failureThreshold"] >= int(serving_settings(container)["wait_s"]) + 60
-
-
-def spread(text: str, name: str) -> Any:
-    (pod,) = [pod for found, pod in helm.pods(text) if found == name]
-    return pod.get("topologySpreadConstraints")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -247,44 +250,35 @@ def test_pods_are_spread_over_nodes_where_that_is_possible(scenario: str) -> Non
         assert constraint.get("matchLabelKeys") == revisions
 
 
-def test_custom_constraints_select_the_pods_of_their_component(tmp_path: Path) -> None:
-    base = yaml.safe_load((CHART / "ci" / "silos-values.yaml").read_text())
+def test_custom_constraints_select_the_pods_of_their_component() -> None:
     zone = {"topologyKey": "topology.kubernetes.io/zone", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}
-    chosen = {"labelSelector": {"matchLabels": {"team": "a"}}}
-    own = {"workers": {"topologySpreadConstraints": [zone, {**zone, **chosen}]}}
-    text = installed(merged(base, own), tmp_path)
-    (workers,) = [item for item in of_kind(text, "StatefulSet") if named(item)[1].endswith("-worker")]
-    ours = {"labelSelector": workers["spec"]["selector"]}
-    assert spread(text, "fed-fedloom-worker") == [{**zone, **ours}, {**zone, **chosen}]
-    none = {"topologySpreadConstraints": None}
-    text = installed(merged(base, {"workers": none, "serve": none}), tmp_path)
-    assert spread(text, "fed-fedloom-worker") is spread(text, "fed-fedloom-serve") is None
+    chosen = {**zone, "labelSelector": {"matchLabels": {"team": "a"}}}
+    key = "topologySpreadConstraints"
+    text = helm.rendered("silos", {f"workers.{key}": [zone, chosen]})
+    selector = one(text, "StatefulSet", "worker")["spec"]["selector"]
+    assert dict(helm.pods(text))["fed-fedloom-worker"][key] == [{**zone, "labelSelector": selector}, chosen]
+    for name, pod in helm.pods(helm.rendered("silos", {f"workers.{key}": None, f"serve.{key}": None})):
+        assert key not in pod, name
 
 
-def test_workers_with_a_gpu_are_placed_by_node_labels(tmp_path: Path) -> None:
-    base = yaml.safe_load((CHART / "ci" / "silos-values.yaml").read_text())
-    base["workers"]["resources"]["limits"] = {"memory": "16Gi", "nvidia.com/mig-1g.10gb": 1}
-    own = {
-        "runtimeClassName": "nvidia", "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
-    }  # fmt: skip
-    text = installed(merged(base, {"workers": own}), tmp_path)
-    for name, pod in helm.pods(text):
-        given = pod["containers"][0]["resources"]["limits"]
+def test_workers_with_a_gpu_are_placed_by_node_labels() -> None:
+    device, product = "nvidia.com/mig-1g.10gb", {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+    own = {"resources": {"limits": {device: 1}}, "runtimeClassName": "nvidia", "nodeSelector": product}
+    for name, pod in helm.pods(helm.rendered("trial", {"workers": {"device": "cuda", **own}})):
+        given = {resource for resource in pod["containers"][0]["resources"]["limits"] if "/" in resource}
         if name == "fed-fedloom-worker":
-            assert (pod["runtimeClassName"], pod["nodeSelector"]) == ("nvidia", own["nodeSelector"])
-            assert {resource for resource in given if "/" in resource} == {"nvidia.com/mig-1g.10gb"}
+            assert (pod["runtimeClassName"], pod["nodeSelector"]) == ("nvidia", product)
+            assert given == {device}
             assert "--set=runtime.device=cuda" in pod["containers"][0]["args"]
         else:
             assert not {"runtimeClassName", "nodeSelector"} & set(pod)
-            assert not any("/" in resource for resource in given)
+            assert not given
 
 
-def test_the_trial_store_and_the_test_pod_are_placed_by_their_values(tmp_path: Path) -> None:
-    base = yaml.safe_load((CHART / "ci" / "trial-values.yaml").read_text())
+def test_the_trial_store_and_the_test_pod_are_placed_by_their_values() -> None:
     taint = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
     own = {part: {"nodeSelector": {"pool": part}, "tolerations": [taint]} for part in ("seaweedfs", "test")}
-    text = installed(merged(base, own), tmp_path)
-    pods = dict(helm.pods(text))
+    pods = dict(helm.pods(helm.rendered("trial", own)))
     for part in own:
         pod = pods.pop(f"fed-fedloom-{part}")
         assert (pod["nodeSelector"], pod["tolerations"]) == ({"pool": part}, [taint])
@@ -300,10 +294,8 @@ def test_the_chart_is_a_part_of_another(more: dict[str, bool], tmp_path: Path) -
     part = {"name": "fedloom", "version": ">=0", "condition": "fedloom.enabled"}
     about = {"apiVersion": "v2", "name": "parent", "version": "0.1.0", "dependencies": [part]}
     (tmp_path / "parent" / "Chart.yaml").write_text(yaml.safe_dump(about))
-    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
-    values = tmp_path / "values.yaml"
-    values.write_text(yaml.safe_dump({"global": {"x": 1}, "fedloom": {**base, **more}}))
-    done = helm.run("template", "fed", tmp_path / "parent", "-f", values, "--kube-version", "1.35.0")
+    given = {"global": {"x": 1}, "fedloom": {**helm.scenario_values("members"), **more}}
+    done = helm.run("template", "fed", tmp_path / "parent", "-f", "-", "--kube-version", "1.35.0", given=given)
     assert done.returncode == 0, done.stderr
     assert bool(helm.objects(done.stdout)) is more.get("enabled", True)
 
@@ -316,7 +308,7 @@ def test_a_store_needs_no_volume() -> None:
         kinds = {kind for volume in pod["volumes"] for kind in set(volume) - {"name"}}
         assert kinds <= {"emptyDir", "secret", "configMap"}, name
     assert not any("volumeClaimTemplates" in item["spec"] for item in of_kind(text, "StatefulSet"))
-    (aggregator,) = [pod for name, pod in helm.pods(text) if name.endswith("-aggregator")]
+    aggregator = dict(helm.pods(text))["fed-fedloom-aggregator"]
     assert {"--resume", "--out=/work/run", "--publish=s3://federations/silos/runs/fed-fedloom"} <= set(
         aggregator["containers"][0]["args"]
     )
@@ -347,17 +339,16 @@ def test_an_external_member_installs_only_its_worker() -> None:
     assert policy["spec"]["ingress"] == []
     assert rule_of(policy, "egress", 443) == [{"ipBlock": {"cidr": "203.0.113.10/32"}}]
     assert not rule_of(policy, "egress", 7733)  # there is no aggregator here
-    issued = ("--set", "tls.mode=certManager", "--set", "tls.certManager.issuerRef.name=company")
-    (certificate,) = of_kind(helm.rendered("member", *issued), "Certificate")
+    issued = helm.rendered("member", {"tls.mode": "certManager", "tls.certManager.issuerRef.name": "company"})
+    (certificate,) = of_kind(issued, "Certificate")
     assert certificate["spec"]["uris"] == ["urn:fedloom:north-workers"]
     assert certificate["spec"]["issuerRef"]["name"] == "company"
-    assert not of_kind(helm.rendered("member", *issued), "Issuer")
+    assert not of_kind(issued, "Issuer")
 
 
-def test_a_member_in_the_aggregators_cluster_may_have_own_data(tmp_path: Path) -> None:
-    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
+def test_a_member_in_the_aggregators_cluster_may_have_own_data() -> None:
     own = {"workers": {"kind": "StatefulSet", "replicas": 1, "data": "/data"}}
-    found = dict(helm.pods(installed(merged(base, own), tmp_path)))
+    found = dict(helm.pods(helm.rendered("members", own)))
     assert not any("--partition" in argument for pod in found.values() for argument in pod["containers"][0]["args"])
     assert "--data=/data" in found["fed-fedloom-worker"]["containers"][0]["args"]
 
@@ -433,7 +424,7 @@ def test_network_policies_allow_the_listed_connections() -> None:
 
 
 def test_dns_may_use_another_port() -> None:
-    text = helm.rendered("trial", "--set", "networkPolicy.dns.port=5353")
+    text = helm.rendered("trial", {"networkPolicy.dns.port": 5353})
     for policy in of_kind(text, "NetworkPolicy"):
         if not policy["metadata"]["name"].endswith("-seaweedfs"):
             assert rule_of(policy, "egress", 5353)
@@ -449,16 +440,14 @@ def test_a_rejected_experiment_does_not_block_a_rollback(scenario: str) -> None:
 
 def test_servers_listen_on_the_port_of_the_headless_service() -> None:
     """The port of a headless Service is not translated: clients connect to the pods themselves."""
-    text = helm.rendered("silos", "--set", "serve.port=8443")
+    text = helm.rendered("silos", {"serve.port": 8443})
     (serve,) = of_kind(text, "Deployment")
     pod = serve["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert "--listen=0.0.0.0:8443" in container["args"]
     assert {"name": "grpc", "containerPort": 8443, "protocol": "TCP"} in container["ports"]
-    (policy,) = [item for item in of_kind(text, "NetworkPolicy") if named(item)[1].endswith("-serve")]
-    assert rule_of(policy, "ingress", 8443)
-    (tested,) = [item for item in of_kind(text, "NetworkPolicy") if named(item)[1].endswith("-test")]
-    assert rule_of(tested, "egress", 8443)
+    assert rule_of(one(text, "NetworkPolicy", "serve"), "ingress", 8443)
+    assert rule_of(one(text, "NetworkPolicy", "test"), "egress", 8443)
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     drain = int(serving_settings(container)["drain_s"])
     assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
@@ -468,7 +457,7 @@ def test_servers_listen_on_the_port_of_the_headless_service() -> None:
 def test_mounts_of_secrets_and_settings_are_read_only_and_minimal(scenario: str) -> None:
     for name, pod in helm.pods(helm.rendered(scenario)):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        for container in containers(pod):
             for mount in container["volumeMounts"]:
                 volume = volumes[mount["name"]]
                 if "secret" in volume or "configMap" in volume:
@@ -480,14 +469,9 @@ def test_mounts_of_secrets_and_settings_are_read_only_and_minimal(scenario: str)
 
 
 def test_signing_workers_have_their_key_and_the_register() -> None:
-    given = {
-        "experiment.configMap.name": "mine",
-        "experiment.values": "null",
-        "workers.onlySums": "true",
-        "workers.signing.existingSecret": "signing",
-        "workers.signing.key": "own.key",
-    }
-    ((_, pod),) = [(name, pod) for name, pod in helm.pods(helm.rendered("trial", *settings(given))) if "worker" in name]
+    signing = {"workers.signing": {"existingSecret": "signing", "key": "own.key"}, "workers.onlySums": True}
+    text = helm.rendered("trial", {"experiment": {"configMap": {"name": "mine"}, "values": None}, **signing})
+    pod = dict(helm.pods(text))["fed-fedloom-worker"]
     (container,) = pod["containers"]
     assert "--only-sums" in container["args"]
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
@@ -501,20 +485,16 @@ def test_signing_workers_have_their_key_and_the_register() -> None:
     assert [item["path"] for item in volume["items"]] == ["own.key", "signing-keys.txt"]
 
 
-def test_certificates_cover_every_address_of_the_aggregator(tmp_path: Path) -> None:
-    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
-    base |= {"ingress": {"enabled": True, "host": "in.example.org"}}
-    base |= {"gateway": {"parentRefs": [{"name": "g"}], "hostnames": ["fl.example.org", "gw.example.org"]}}
-    base["gateway"]["tlsRoute"] = {"enabled": True}
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
-    done = helm.run("template", "fed", CHART, "-n", "fl", "-f", tmp_path / "values.yaml")
-    (certificate,) = [c for c in of_kind(done.stdout, "Certificate") if named(c)[1] == "fed-fedloom-aggregator"]
-    names = certificate["spec"]["dnsNames"]
+def test_certificates_cover_every_address_of_the_aggregator() -> None:
+    routed = {"parentRefs": [{"name": "g"}], "hostnames": ["fl.example.org", "gw.example.org"]}
+    ingress = {"enabled": True, "host": "in.example.org"}
+    text = helm.rendered("members", {"ingress": ingress, "gateway": {**routed, "tlsRoute": {"enabled": True}}})
+    names = one(text, "Certificate", "aggregator")["spec"]["dnsNames"]
     assert {"fed-fedloom.fl", "fed-fedloom.fl.svc", "fl.example.org", "gw.example.org", "in.example.org"} <= set(names)
     assert len(names) == len(set(names))
 
 
-def test_custom_labels_appear_once(tmp_path: Path) -> None:
+def test_custom_labels_appear_once() -> None:
     """The more specific of two values for a label is used: kubectl rejects YAML with a repeated key."""
 
     class Strict(yaml.SafeLoader):
@@ -524,10 +504,7 @@ def test_custom_labels_appear_once(tmp_path: Path) -> None:
             return super().construct_mapping(node, deep)
 
     more = {"commonLabels": {"release": "all", "team": "a"}, "aggregator": {"podLabels": {"team": "b"}}}
-    base = merged(yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text()), more)
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
-    done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
-    found = [item for item in yaml.load_all(done.stdout, Strict) if item]
+    found = [item for item in yaml.load_all(helm.rendered("members", more), Strict) if item]
     (monitor,) = [item for item in found if item["kind"] == "ServiceMonitor"]
     assert monitor["metadata"]["labels"] | {"release": "prometheus", "team": "a"} == monitor["metadata"]["labels"]
     (aggregator,) = [item for item in found if item["kind"] == "StatefulSet"]
@@ -550,17 +527,16 @@ A, B = "sha256:" + 64 * "a", "sha256:" + 64 * "b"
     ],
 )
 def test_workers_use_the_aggregators_image_by_default(
-    common: dict[str, str], own: dict[str, str], aggregator: str, worker: str, tmp_path: Path
+    common: dict[str, str], own: dict[str, str], aggregator: str, worker: str
 ) -> None:
-    base = yaml.safe_load((CHART / "ci" / "trial-values.yaml").read_text())
-    text = installed(merged(base, {"image": common, "workers": {"image": own}}), tmp_path)
+    text = helm.rendered("trial", {"image": common, "workers.image": own})
     found = {name: pod["containers"][0]["image"] for name, pod in helm.pods(text)}
     assert found["fed-fedloom-aggregator"] == f"fedloom/aggregator{aggregator}"
     assert found["fed-fedloom-worker"] == worker
 
 
 def test_common_annotations_are_on_every_pod() -> None:
-    text = helm.rendered("trial", "--set", "commonAnnotations.team=a")
+    text = helm.rendered("trial", {"commonAnnotations.team": "a"})
     for item in helm.objects(text):
         assert item["metadata"]["annotations"]["team"] == "a", named(item)
         if "template" in item.get("spec", {}):
@@ -568,7 +544,7 @@ def test_common_annotations_are_on_every_pod() -> None:
 
 
 def test_alerts_detect_a_crash_loop_and_ignore_a_stall_after_a_pause() -> None:
-    text = helm.rendered("members", "--set", "metrics.prometheusRule.stalledAfterSeconds=600")
+    text = helm.rendered("members", {"metrics.prometheusRule.stalledAfterSeconds": 600})
     (rule,) = of_kind(text, "PrometheusRule")
     alerts = {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
     assert set(alerts) == {
@@ -582,9 +558,8 @@ def test_alerts_detect_a_crash_loop_and_ignore_a_stall_after_a_pause() -> None:
 
 
 def test_each_release_has_its_own_dashboard() -> None:
-    (first,) = [c for c in of_kind(helm.rendered("members"), "ConfigMap") if named(c)[1].endswith("-dashboard")]
-    second_text = helm.rendered("members", "--set", "fullnameOverride=other")
-    (second,) = [c for c in of_kind(second_text, "ConfigMap") if named(c)[1].endswith("-dashboard")]
+    first = one(helm.rendered("members"), "ConfigMap", "dashboard")
+    second = one(helm.rendered("members", {"fullnameOverride": "other"}), "ConfigMap", "dashboard")
     boards = [json.loads(content) for item in (first, second) for content in item["data"].values()]
     assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 2
     assert all(len(board["uid"]) <= 40 for board in boards)
@@ -592,19 +567,16 @@ def test_each_release_has_its_own_dashboard() -> None:
 
 
 def test_an_ingress_terminates_tls_with_the_named_certificate() -> None:
-    text = helm.rendered("plaintext-gateway", "--set", "ingress.tlsSecret=fl-old-tls")
+    text = helm.rendered("plaintext-gateway", {"ingress.tlsSecret": "fl-old-tls"})
     (ingress,) = of_kind(text, "Ingress")
     assert ingress["spec"]["tls"] == [{"hosts": ["fl-old.example.org"], "secretName": "fl-old-tls"}]
 
 
-def test_only_the_aggregator_gets_trackers_and_secret_references(tmp_path: Path) -> None:
+def test_only_the_aggregator_gets_trackers_and_secret_references() -> None:
     token = {"valueFrom": {"secretKeyRef": {"name": "mlflow", "key": "token"}}}
     reported = [{"name": "MLFLOW_TRACKING_URI", "value": "https://m"}, {"name": "MLFLOW_TRACKING_TOKEN", **token}]
-    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
-    base |= {"tracking": ["mlflow", "csv"], "aggregator": {"extraEnv": reported}}
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
-    done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
-    for name, pod in helm.pods(done.stdout):
+    changes = {"tracking": ["mlflow", "csv"], "aggregator.extraEnv": reported}
+    for name, pod in helm.pods(helm.rendered("members", changes)):
         env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
         if name.endswith("-aggregator"):
             assert env["FEDLOOM_TRACK"]["value"] == "mlflow csv"
@@ -655,33 +627,31 @@ def test_an_upgrade_keeps_immutable_fields_and_restarts_nothing(scenario: str, t
                if "helm.sh/chart" in item["metadata"].get("labels", {}))  # fmt: skip
 
 
-def named(item: dict[str, Any]) -> tuple[str, str]:
-    return item["kind"], item["metadata"]["name"]
-
-
 def test_a_changed_experiment_restarts_only_the_aggregator() -> None:
     before = {named(item): item for item in helm.objects(helm.rendered("trial"))}
-    changed = helm.rendered("trial", "--set", "experiment.values.federation.rounds=60")
+    changed = helm.rendered("trial", {"experiment.values.federation.rounds": 60})
     after = {named(item): item for item in helm.objects(changed)}
     assert [name for name in before if before[name] != after[name]] == [
         ("ConfigMap", "fed-fedloom-experiment"),
         ("StatefulSet", "fed-fedloom-aggregator"),
     ]
-    revised = helm.rendered("silos", "--set-string", "experiment.revision=8")
-    (was,) = [item for item in of_kind(helm.rendered("silos"), "StatefulSet") if "aggregator" in named(item)[1]]
-    (now,) = [item for item in of_kind(revised, "StatefulSet") if "aggregator" in named(item)[1]]
+    both = (helm.rendered("silos"), helm.rendered("silos", {"experiment.revision": "8"}))
+    was, now = (one(text, "StatefulSet", "aggregator") for text in both)
     assert was["spec"]["template"]["metadata"] != now["spec"]["template"]["metadata"]
+
+
+def experiment_of(text: str, folder: Path) -> experiments.Experiment:
+    """Return the experiment that a ConfigMap contains."""
+    (config,) = [item for item in of_kind(text, "ConfigMap") if "experiment.yaml" in item["data"]]
+    (folder / "rendered.yaml").write_text(config["data"]["experiment.yaml"])
+    return experiments.load_experiment(folder / "rendered.yaml")
 
 
 @pytest.mark.parametrize("scenario", ["members", "trial", "gateway"])
 def test_the_config_map_contains_the_given_experiment(scenario: str, tmp_path: Path) -> None:
-    given = yaml.safe_load((CHART / "ci" / f"{scenario}-values.yaml").read_text())["experiment"]["values"]
-    (config,) = [item for item in of_kind(helm.rendered(scenario), "ConfigMap") if "experiment.yaml" in item["data"]]
-    (tmp_path / "given.yaml").write_text(yaml.safe_dump(given))
-    (tmp_path / "rendered.yaml").write_text(config["data"]["experiment.yaml"])
-    assert experiments.load_experiment(tmp_path / "given.yaml") == experiments.load_experiment(
-        tmp_path / "rendered.yaml"
-    )
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(helm.scenario_values(scenario)["experiment"]["values"]))
+    found = experiment_of(helm.rendered(scenario), tmp_path)
+    assert experiments.load_experiment(tmp_path / "given.yaml") == found
 
 
 def test_the_values_on_the_page_of_several_clusters_install(tmp_path: Path) -> None:
@@ -689,15 +659,13 @@ def test_the_values_on_the_page_of_several_clusters_install(tmp_path: Path) -> N
     _, _, page = (ROOT / "docs" / "cluster.md").read_text().partition("\n## A federation over several clusters\n")
     page, _, _ = page.partition("\n## ")
     hub, member = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.S))
-    assert member == yaml.safe_load((CHART / "ci" / "member-values.yaml").read_text())
-    text = installed(hub, tmp_path)
-    (config,) = [item for item in of_kind(text, "ConfigMap") if "experiment.yaml" in item["data"]]
-    (tmp_path / "experiment.yaml").write_text(config["data"]["experiment.yaml"])
-    assert experiments.load_experiment(tmp_path / "experiment.yaml").name == "hospitals"
-    (certificate,) = [c for c in of_kind(text, "Certificate") if named(c)[1].endswith("-aggregator")]
-    (route,) = of_kind(text, "TLSRoute")
+    assert member == helm.scenario_values("member")
+    done = helm.run("template", "fed", CHART, "-n", "fl", "-f", "-", given=hub)
+    assert done.returncode == 0, done.stderr
+    assert experiment_of(done.stdout, tmp_path).name == "hospitals"
+    (route,) = of_kind(done.stdout, "TLSRoute")
     name, _, port = member["workers"]["aggregator"].partition(":")
-    assert name in certificate["spec"]["dnsNames"]
+    assert name in one(done.stdout, "Certificate", "aggregator")["spec"]["dnsNames"]
     assert route["spec"]["hostnames"] == [name]
     assert [rule["ports"][0]["port"] for rule in member["networkPolicy"]["workersEgress"]] == [int(port)]
     allowed = {entry["certificate"] for entry in hub["auth"]["identities"]}
@@ -724,13 +692,10 @@ def test_gitops_examples_name_existing_files_and_install(tool: str, tmp_path: Pa
     assert (ROOT / path / "Chart.yaml").is_file()
     assert tag == f"v{fedloom.__version__}"
     assert values_given["image"]["tag"] == fedloom.__version__
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values_given))
-    done = helm.run("template", release, ROOT / path, "-n", namespace, "-f", tmp_path / "values.yaml")
+    done = helm.run("template", release, ROOT / path, "-n", namespace, "-f", "-", given=values_given)
     assert done.returncode == 0, done.stderr
-    (config,) = [item for item in of_kind(done.stdout, "ConfigMap") if "experiment.yaml" in item["data"]]
-    (tmp_path / "experiment.yaml").write_text(config["data"]["experiment.yaml"])
-    assert experiments.load_experiment(tmp_path / "experiment.yaml").name == release
-    store = helm.rendered("trial", "--set", "seaweedfs.size=1Gi")
+    assert experiment_of(done.stdout, tmp_path).name == release
+    store = helm.rendered("trial", {"seaweedfs.size": "1Gi"})
     claims = [*of_kind(done.stdout, "PersistentVolumeClaim"), *of_kind(store, "PersistentVolumeClaim")]
     assert len(claims) == 3
     for claim in claims:  # pruning and uninstalling keep the run, and the store
@@ -742,250 +707,177 @@ def test_gitops_examples_name_existing_files_and_install(tool: str, tmp_path: Pa
 
 # ---- rejected values
 
-STORED = {"storage": {"url": "s3://bucket/p", "existingSecret": "s"}}
+STORED = {"storage.url": "s3://bucket/p", "storage.existingSecret": "s"}
 TO = [{"ipBlock": {"cidr": "198.51.100.7/32"}}]
-REFUSED = {
-    "two aggregators": ({"aggregator": {"replicas": 2}}, ["aggregator.replicas: ", "2", "1"]),
-    "no experiment": ({"experiment": {"values": None}}, ["experiment: ", "experiment.values"]),
-    "a key of another chart": ({"replicaCount": 3}, ["replicaCount: "]),
-    "a secret": ({"token": "x"}, ["token: "]),
-    "a key that nobody knows": ({"aggregator": {"memory": "2Gi"}}, ["'memory'"]),
-    "a word for a number": ({"workers": {"replicas": "many"}}, "/workers/replicas"),
-    "no workers by number": ({"workers": {"replicas": 0}}, ["/workers/replicas", "0", "1"]),
-    "latest": ({"image": {"tag": "latest"}}, ["image.tag: ", "latest"]),
-    "a store without a URL": ({"state": {"kind": "objectStore"}}, ["state.kind: ", "objectStore", "storage.url"]),
-    "workers without a store": (
-        {"workers": {"kind": "StatefulSet"}},
-        ["workers.kind: ", "StatefulSet", "storage.url"],
-    ),
-    "a store without credentials": ({"storage": {"url": "s3://bucket/p"}}, ["storage.existingSecret: "]),
-    "a store that pods cannot reach": (
-        {"storage": {"url": "s3://bucket/p", "existingSecret": "s"}},
-        ["networkPolicy.store.to: "],
-    ),
-    "a store that is no URL": ({"storage": {"url": "/data"}}, "/storage/url"),
-    "plaintext": ({"tls": {"mode": "none"}}, ["tls.mode: ", "none", "insecure"]),
-    "strangers": ({"tls": {"mutual": False}}, ["tls.mutual: ", "auth.tokens.existingSecret", "insecure"]),
-    "mutual TLS without authorities": (
-        {"tls": {"mode": "secret", "secret": {"name": "t", "ca": ""}}},
-        ["tls.secret.ca: ", "tls.mutual"],
-    ),
-    "TLS without a Secret": ({"tls": {"mode": "secret"}}, ["tls.secret.name: "]),
+PLAINTEXT = {"tls.mode": "none", "insecure": True}
+TLS_OF_SECRET = {"tls.mode": "secret", "tls.secret": {"name": "t", "ca": ""}}
+TOKENS = {"auth.tokens.existingSecret": "t"}
+ROUTED = {"gateway.grpcRoute.enabled": True, "gateway.parentRefs": [{"name": "g"}]}
+DEPLOYED = {**STORED, "workers.kind": "Deployment"}
+ONE_MEMBER = {"workers": {"kind": "StatefulSet", "replicas": 1, "data": "/data"}}
+OUTSIDE = {"workers.aggregator": "fl.example.org:443"}
+SUMS = "experiment.values.federation.secure_aggregation"
+CUDA = {"workers.device": "cuda"}
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "two aggregators": ({"aggregator.replicas": 2}, ("aggregator.replicas: ", "2", "1")),
+    "no experiment": ({"experiment.values": None}, ("experiment: ", "experiment.values")),
+    "a key of another chart": ({"replicaCount": 3}, ("replicaCount: ",)),
+    "a secret": ({"token": "x"}, ("token: ",)),
+    "a key that nobody knows": ({"aggregator.memory": "2Gi"}, ("'memory'",)),
+    "a word for a number": ({"workers.replicas": "many"}, ("/workers/replicas",)),
+    "no workers by number": ({"workers.replicas": 0}, ("/workers/replicas", "0", "1")),
+    "latest": ({"image.tag": "latest"}, ("image.tag: ", "latest")),
+    "a store without a URL": ({"state.kind": "objectStore"}, ("state.kind: ", "objectStore", "storage.url")),
+    "workers without a store": ({"workers.kind": "StatefulSet"}, ("workers.kind: ", "StatefulSet", "storage.url")),
+    "a store without credentials": ({"storage.url": "s3://bucket/p"}, ("storage.existingSecret: ",)),
+    "a store that pods cannot reach": (STORED, ("networkPolicy.store.to: ",)),
+    "a store that is no URL": ({"storage.url": "/data"}, ("/storage/url",)),
+    "plaintext": ({"tls.mode": "none"}, ("tls.mode: ", "none", "insecure")),
+    "strangers": ({"tls.mutual": False}, ("tls.mutual: ", "auth.tokens.existingSecret", "insecure")),
+    "mutual TLS without authorities": (TLS_OF_SECRET, ("tls.secret.ca: ", "tls.mutual")),
+    "TLS without a Secret": ({"tls.mode": "secret"}, ("tls.secret.name: ",)),
     "identities of nobody": (
-        {"tls": {"mutual": False}, "insecure": True, "auth": {"identities": [{"name": "a"}]}},
-        ["auth.identities: ", "tls.mutual"],
+        {"tls.mutual": False, "insecure": True, "auth.identities": [{"name": "a"}]},
+        ("auth.identities: ", "tls.mutual"),
     ),
-    "nobody may dial": ({"networkPolicy": {"peers": None}}, ["networkPolicy.peers: "]),
-    "a peer without a place": ({"networkPolicy": {"peers": [{}]}}, "/networkPolicy/peers/0"),
+    "nobody may dial": ({"networkPolicy.peers": None}, ("networkPolicy.peers: ",)),
+    "a peer without a place": ({"networkPolicy.peers": [{}]}, ("/networkPolicy/peers/0",)),
     "Prometheus may not read": (
-        {"networkPolicy": {"metrics": None}, "metrics": {"serviceMonitor": {"enabled": True}}},
-        ["networkPolicy.metrics: "],
+        {"networkPolicy.metrics": None, "metrics.serviceMonitor.enabled": True}, ("networkPolicy.metrics: ",)
     ),
     "a monitor without metrics": (
-        {"metrics": {"enabled": False, "dashboard": {"enabled": True}}},
-        ["metrics.enabled: ", "true"],
+        {"metrics.enabled": False, "metrics.dashboard.enabled": True}, ("metrics.enabled: ", "true")
     ),
-    "traces to nobody": ({"tracing": {"enabled": True}}, ["tracing.endpoint: "]),
+    "traces to nobody": ({"tracing.enabled": True}, ("tracing.endpoint: ",)),
     "traces that cannot get out": (
-        {"tracing": {"enabled": True, "endpoint": "http://collector:4317"}},
-        ["networkPolicy.collector.to: "],
+        {"tracing": {"enabled": True, "endpoint": "http://collector:4317"}}, ("networkPolicy.collector.to: ",)
     ),
-    "traces to a path": ({"tracing": {"endpoint": "http://collector:4318/v1/traces"}}, "/tracing/endpoint"),
-    "more than each round": ({"tracing": {"ratio": 2}}, "/tracing/ratio"),
-    "a route to nowhere": ({"gateway": {"tlsRoute": {"enabled": True}}}, ["gateway.parentRefs: "]),
-    "TLS that ends where it does not": (
-        {"gateway": {"grpcRoute": {"enabled": True}, "parentRefs": [{"name": "g"}]}},
-        ["gateway.grpcRoute.enabled: ", "tls.mode", "certManager"],
-    ),
-    "a GPU that is not asked for": (
-        {"workers": {"device": "cuda"}},
-        ["workers.device: ", "cuda", "workers.resources.limits"],
-    ),
+    "traces to a path": ({"tracing.endpoint": "http://collector:4318/v1/traces"}, ("/tracing/endpoint",)),
+    "more than each round": ({"tracing.ratio": 2}, ("/tracing/ratio",)),
+    "a route to nowhere": ({"gateway.tlsRoute.enabled": True}, ("gateway.parentRefs: ",)),
+    "TLS that ends where it does not": (ROUTED, ("gateway.grpcRoute.enabled: ", "tls.mode", "certManager")),
+    "a GPU that is not asked for": (CUDA, ("workers.device: ", "cuda", "workers.resources.limits")),
     "a GPU that no worker would use": (
-        {"workers": {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}},
-        ["workers.device: ", "cpu", "nvidia.com/mig-1g.10gb"],
+        {"workers.resources.limits": {"nvidia.com/mig-1g.10gb": 1}},
+        ("workers.device: ", "cpu", "nvidia.com/mig-1g.10gb"),
     ),
     "other GPUs than the limit": (
-        {"workers": {"device": "cuda", "resources": {"requests": {"amd.com/gpu": 2}, "limits": {"amd.com/gpu": 1}}}},
-        ["workers.resources.requests: ", "amd.com/gpu: 2", "1"],
+        {**CUDA, "workers.resources": {"requests": {"amd.com/gpu": 2}, "limits": {"amd.com/gpu": 1}}},
+        ("workers.resources.requests: ", "amd.com/gpu: 2", "1"),
     ),
     "a device without a limit": (
-        {"serve": {"resources": {"requests": {"example.com/card": "1"}}}},
-        ["serve.resources.requests: ", "example.com/card: 1", "not set"],
+        {"serve.resources.requests": {"example.com/card": "1"}},
+        ("serve.resources.requests: ", "example.com/card: 1", "not set"),
     ),
     "half a GPU": (
-        {"workers": {"device": "cuda", "resources": {"limits": {"nvidia.com/gpu": "500m"}}}},
-        ["/workers/resources/limits/nvidia.com~1gpu", "integer"],
+        {**CUDA, "workers.resources.limits": {"nvidia.com/gpu": "500m"}},
+        ("/workers/resources/limits/nvidia.com~1gpu", "integer"),
     ),
     "one folder of clients and two workers": (
         {"workers": {"kind": "Deployment", "data": "/data"}},
-        ["workers.data: ", "workers.kind Deployment", "workers.replicas 2"],
+        ("workers.data: ", "workers.kind Deployment", "workers.replicas 2"),
     ),
     "a partition and a folder of clients": (
-        {
-            "workers": {
-                "kind": "StatefulSet",
-                "replicas": 1,
-                "data": "/data",
-                "partition": {"url": "s3://bucket/partition"},
-            }
-        },
-        ["workers.data: ", "workers.partition.url"],
+        {**ONE_MEMBER, "workers.partition.url": "s3://bucket/partition"}, ("workers.data: ", "workers.partition.url")
     ),
     "a release of nothing": (
-        {"aggregator": {"enabled": False}},
-        ["aggregator.enabled: ", "workers.kind", "workers.aggregator: ", "tls.certManager.issuerRef.name: "],
+        {"aggregator.enabled": False},
+        ("aggregator.enabled: ", "workers.kind", "workers.aggregator: ", "tls.certManager.issuerRef.name: "),
     ),
     "an experiment, and its aggregator elsewhere": (
-        {"aggregator": {"enabled": False}, "seaweedfs": {"enabled": True}},
-        ["experiment: ", "seaweedfs.enabled: ", "aggregator.enabled"],
+        {"aggregator.enabled": False, "seaweedfs.enabled": True},
+        ("experiment: ", "seaweedfs.enabled: ", "aggregator.enabled"),
     ),
     "a member without a certificate": (
-        {
-            "aggregator": {"enabled": False},
-            "tls": {"mode": "secret"},
-            "workers": {"kind": "StatefulSet", "replicas": 1, "data": "/data", "aggregator": "fl.example.org:443"},
-        },
-        ["workers.tls.existingSecret: ", "tls.mutual", "networkPolicy.workersEgress: "],
+        {**ONE_MEMBER, **OUTSIDE, "aggregator.enabled": False, "tls.mode": "secret"},
+        ("workers.tls.existingSecret: ", "tls.mutual", "networkPolicy.workersEgress: "),
     ),
-    "serving from nowhere": ({"serve": {"enabled": True}}, ["serve.enabled: ", "storage.url"]),
-    "serving nobody": (
-        {"serve": {"enabled": True}, "storage": {"url": "s3://bucket/p", "existingSecret": "s"}},
-        ["networkPolicy.servePeers: "],
-    ),
+    "serving from nowhere": ({"serve.enabled": True}, ("serve.enabled: ", "storage.url")),
+    "serving nobody": ({**STORED, "serve.enabled": True}, ("networkPolicy.servePeers: ",)),
     "more at least than at most": (
-        {"serve": {"autoscaling": {"minReplicas": 9}}},
-        ["serve.autoscaling.minReplicas: ", "9", "maxReplicas", "8"],
+        {"serve.autoscaling.minReplicas": 9}, ("serve.autoscaling.minReplicas: ", "9", "maxReplicas", "8")
     ),
     "too little time to stop": (
-        {"aggregator": {"terminationGracePeriodSeconds": 5}},
-        ["/aggregator/terminationGracePeriodSeconds", "5", "60"],
+        {"aggregator.terminationGracePeriodSeconds": 5}, ("/aggregator/terminationGracePeriodSeconds", "5", "60")
     ),
     "an environment variable without a name": (
-        {"aggregator": {"extraEnv": [{"value": "x"}]}},
-        "missing property 'name'",
+        {"aggregator.extraEnv": [{"value": "x"}]}, ("missing property 'name'",)
     ),
     "alerts of what is not scraped": (
-        {"metrics": {"prometheusRule": {"enabled": True}}},
-        ["metrics.prometheusRule.enabled: ", "metrics.serviceMonitor.enabled"],
+        {"metrics.prometheusRule.enabled": True},
+        ("metrics.prometheusRule.enabled: ", "metrics.serviceMonitor.enabled"),
     ),
     "workers that cannot get out": (
-        {"workers": {"kind": "Deployment", "aggregator": "fl.example.org:443"}},
-        ["networkPolicy.workersEgress: ", "workers.aggregator", "fl.example.org:443"],
+        {**OUTSIDE, "workers.kind": "Deployment"},
+        ("networkPolicy.workersEgress: ", "workers.aggregator", "fl.example.org:443"),
     ),
     "a label by which the chart finds its own": (
-        {"aggregator": {"podLabels": {"app.kubernetes.io/component": "x"}}},
-        ["aggregator.podLabels: ", "app.kubernetes.io/component"],
+        {"aggregator.podLabels": {"app.kubernetes.io/component": "x"}},
+        ("aggregator.podLabels: ", "app.kubernetes.io/component"),
     ),
     "a scaler of nothing": (
-        {"serve": {"enabled": True, "resources": {"requests": {"cpu": None}}}},
-        ["serve.resources.requests.cpu: ", "serve.autoscaling.enabled"],
+        {"serve.enabled": True, "serve.resources.requests.cpu": None},
+        ("serve.resources.requests.cpu: ", "serve.autoscaling.enabled"),
     ),
-    "serving where health is": ({"serve": {"enabled": True, "port": 7735}}, ["serve.port: ", "7735"]),
-    "serving where only root may": ({"serve": {"port": 443}}, ["/serve/port", "443"]),
+    "serving where health is": ({"serve": {"enabled": True, "port": 7735}}, ("serve.port: ", "7735")),
+    "serving where only root may": ({"serve.port": 443}, ("/serve/port", "443")),
     "an ingress that ends TLS that goes through": (
         {"ingress": {"enabled": True, "host": "a.example.org", "tlsSecret": "t"}},
-        ["ingress.tlsSecret: ", "tls.mode", "certManager"],
+        ("ingress.tlsSecret: ", "tls.mode", "certManager"),
     ),
-    "a tracker with a space": ({"tracking": ["csv tensorboard"]}, "/tracking/0"),
+    "a tracker with a space": ({"tracking": ["csv tensorboard"]}, ("/tracking/0",)),
     "a public route to an aggregator that asks nobody": (
-        {
-            "tls": {"mode": "none"},
-            "insecure": True,
-            "gateway": {"grpcRoute": {"enabled": True}, "parentRefs": [{"name": "g"}]},
-        },
-        ["auth.tokens.existingSecret: ", "gateway.grpcRoute.enabled"],
+        {**PLAINTEXT, **ROUTED}, ("auth.tokens.existingSecret: ", "gateway.grpcRoute.enabled")
     ),
     "an ingress to an aggregator that asks nobody": (
-        {"tls": {"mode": "none"}, "insecure": True, "ingress": {"enabled": True, "host": "a.example.org"}},
-        ["auth.tokens.existingSecret: ", "ingress.enabled"],
+        {**PLAINTEXT, "ingress": {"enabled": True, "host": "a.example.org"}},
+        ("auth.tokens.existingSecret: ", "ingress.enabled"),
     ),
     "a load balancer through which nobody comes": (
-        {**STORED, "workers": {"kind": "Deployment"}, "networkPolicy": {"peers": None, "store": {"to": TO}}},
-        ["networkPolicy.peers: ", "service.type", "LoadBalancer"],
+        {**DEPLOYED, "networkPolicy": {"peers": None, "store": {"to": TO}}},
+        ("networkPolicy.peers: ", "service.type", "LoadBalancer"),
     ),
     "a store of another bucket than the one that is made": (
-        {"seaweedfs": {"enabled": True}, **STORED},
-        ["storage.url: ", "bucket", "seaweedfs.enabled", "fedloom"],
+        {**STORED, "seaweedfs.enabled": True}, ("storage.url: ", "bucket", "seaweedfs.enabled", "fedloom")
     ),
     "workers that know no authority": (
-        {
-            **STORED,
-            "tls": {"mode": "secret", "mutual": False, "secret": {"name": "t", "ca": ""}},
-            "auth": {"tokens": {"existingSecret": "t"}},
-            "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
-        },
-        ["tls.secret.ca: ", "workers"],
+        {**DEPLOYED, **TLS_OF_SECRET, **TOKENS, "tls.mutual": False, "workers.token.existingSecret": "w"},
+        ("tls.secret.ca: ", "workers"),
     ),
     "workers that are nobody in the table": (
         {
-            **STORED,
-            "tls": {"mutual": False},
-            "auth": {
-                "tokens": {"existingSecret": "t"},
-                "identities": [{"name": "a", "token": "a", "roles": ["watch"]}],
-            },
-            "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
+            **DEPLOYED, **TOKENS, "tls.mutual": False, "workers.token.existingSecret": "w",
+            "auth.identities": [{"name": "a", "token": "a", "roles": ["watch"]}],
         },
-        ["auth.identities: ", "role worker"],
+        ("auth.identities: ", "role worker"),
     ),
     "workers that are two in the table": (
         {
-            **STORED,
-            "auth": {
-                "tokens": {"existingSecret": "t"},
-                "identities": [{"name": "a", "token": "a", "roles": ["worker"]}],
-            },
-            "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
+            **DEPLOYED, **TOKENS, "workers.token.existingSecret": "w",
+            "auth.identities": [{"name": "a", "token": "a", "roles": ["worker"]}],
         },
-        ["workers.token.existingSecret: ", "auth.identities"],
+        ("workers.token.existingSecret: ", "auth.identities"),
     ),
     "workers that would refuse their aggregator": (
-        {
-            **STORED,
-            "workers": {"kind": "Deployment", "onlySums": True},
-            "experiment": {"values": {"federation": {"secure_aggregation": {"signatures": "none"}}}},
-        },
-        ["workers.onlySums: ", "experiment.values.federation.secure_aggregation.signatures", "keys", "certificates"],
+        {**DEPLOYED, "workers.onlySums": True, SUMS: {"signatures": "none"}},
+        ("workers.onlySums: ", f"{SUMS}.signatures", "keys", "certificates"),
     ),
     "workers without the key that they sign with": (
-        {
-            **STORED,
-            "workers": {"kind": "Deployment"},
-            "experiment": {"values": {"federation": {"secure_aggregation": {"signatures": "keys"}}}},
-        },
-        ["workers.signing.existingSecret: ", "signing.key", "signing-keys.txt"],
+        {**DEPLOYED, SUMS: {"signatures": "keys"}},
+        ("workers.signing.existingSecret: ", "signing.key", "signing-keys.txt"),
     ),
-    "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: "),
-}
+    "ingress without a host": ({"ingress.enabled": True}, ("ingress.host: ",)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", sampled(REFUSED, {"two aggregators", "plaintext", "latest"}))
-def test_invalid_values_are_rejected_with_key_found_and_allowed(wrong: str, tmp_path: Path) -> None:
-    given, output = REFUSED[wrong]
-    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
-    base["metrics"] = {}
-    tree = merged(base, given)
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(tree))
-    done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
+def test_invalid_values_are_rejected_with_key_found_and_allowed(wrong: str) -> None:
+    changes, facts = REFUSED[wrong]
+    given = helm.change({**helm.scenario_values("members"), "metrics": {}}, changes)
+    done = helm.run("template", "fed", CHART, "-f", "-", given=given)
     assert done.returncode != 0
     assert not done.stdout
-    assert mentions(done.stderr, *([output] if isinstance(output, str) else output))
-
-
-def installed(tree: dict[str, Any], tmp_path: Path) -> str:
-    """Return the rendered manifests of these values, as text."""
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(tree))
-    done = helm.run("template", "fed", CHART, "-n", "fl", "-f", tmp_path / "values.yaml")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    tree = copy.deepcopy(base)
-    for key, value in over.items():
-        tree[key] = merged(tree.get(key) or {}, value) if isinstance(value, dict) else value
-    return tree
+    assert mentions(done.stderr, *facts)
 
 
 def test_all_errors_are_listed() -> None:
@@ -1004,23 +896,20 @@ def test_an_older_kubernetes_is_rejected() -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_lint_finds_nothing_and_the_notes_fit_the_values(scenario: str) -> None:
-    values_file = CHART / "ci" / f"{scenario}-values.yaml"
-    linted = helm.run("lint", "--strict", CHART, "-f", values_file)
+    linted = helm.run("lint", "--strict", CHART, "-f", CHART / "ci" / f"{scenario}-values.yaml")
     assert linted.returncode == 0, linted.stdout
-    done = helm.run("install", "fed", CHART, "-n", "fl", "-f", values_file, "--dry-run=client")
-    assert done.returncode == 0, done.stderr
-    notes = done.stdout.partition("NOTES:")[2]
+    shown = helm.rendered(scenario, {}, "--dry-run=client", command="install")
+    manifests, _, notes = shown.partition("NOTES:")
     for name in re.findall(r"(?:statefulset/|service |claim )([a-z0-9-]+)", notes):
-        assert name in done.stdout.partition("NOTES:")[0], name
-    assert "<no value>" not in done.stdout
+        assert name in manifests, name
+    assert "<no value>" not in shown
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", notes, re.M)]
     assert numbers == list(range(1, len(numbers) + 1))
 
 
 def test_the_notes_give_the_address_of_the_charts_store() -> None:
     """The command that publishes a partition needs access to it, and its claim stays when the release is removed."""
-    trial = ("--set", "workers.partition.prepare=false")
-    notes = notes_of("trial", *trial)
+    notes = notes_of("trial", {"workers.partition.prepare": False})
     for needed in ("port-forward service/fed-fedloom-seaweedfs 8333", "FEDLOOM_S3_ENDPOINT=", "AWS_SECRET_ACCESS_KEY="):
         assert needed in notes
     assert notes.index("port-forward") < notes.index("fedloom partition")
@@ -1028,43 +917,37 @@ def test_the_notes_give_the_address_of_the_charts_store() -> None:
 
 
 TEST_TLS = {"test.tls.existingSecret": "own"}
-TEST_TOKEN = {"test.token.existingSecret": "own", "test.token.key": "own.token"}
-TABLE_OF_WORKERS = {
-    "auth.identities[0].name": "w",
-    "auth.identities[0].token": "w",
-    "auth.identities[0].roles[0]": "worker",
-}
+TEST_TOKEN = {"test.token": {"existingSecret": "own", "key": "own.token"}}
+WORKERS_TLS, WORKERS_TOKEN = {"workers.tls.existingSecret": "w"}, {"workers.token.existingSecret": "w"}
+TABLE_OF_WORKERS = {"auth.identities": [{"name": "w", "token": "w", "roles": ["worker"]}]}
+OWN_TOKEN = ("own", "own.token")
 
 
 @pytest.mark.parametrize(
     ("scenario", "given", "shown"),
     [
         ("silos", {}, ("fed-fedloom-test-tls", None)),
-        ("members", {"auth.tokens.existingSecret": "t"}, ("fed-fedloom-test-tls", None)),
+        ("members", TOKENS, ("fed-fedloom-test-tls", None)),
         ("gateway", {}, None),
         ("gateway", TEST_TLS, ("own", None)),
-        ("gateway", {**TEST_TLS, **TEST_TOKEN}, ("own", ("own", "own.token"))),
-        ("gateway", {"workers.tls.existingSecret": "w"}, ("w", None)),
-        (
-            "gateway",
-            {"workers.tls.existingSecret": "w", **TEST_TLS, "workers.token.existingSecret": "w"},
-            ("own", None),
-        ),
+        ("gateway", {**TEST_TLS, **TEST_TOKEN}, ("own", OWN_TOKEN)),
+        ("gateway", WORKERS_TLS, ("w", None)),
+        ("gateway", {**WORKERS_TLS, **TEST_TLS, **WORKERS_TOKEN}, ("own", None)),
         ("plaintext-gateway", {}, None),
-        ("plaintext-gateway", TEST_TOKEN, (None, ("own", "own.token"))),
+        ("plaintext-gateway", TEST_TOKEN, (None, OWN_TOKEN)),
         ("trial", {}, (None, ("trial-worker", "token"))),
-        ("trial", {**TEST_TOKEN, **TABLE_OF_WORKERS}, (None, ("own", "own.token"))),
+        ("trial", {**TEST_TOKEN, **TABLE_OF_WORKERS}, (None, OWN_TOKEN)),
     ],
 )
 def test_the_helm_test_uses_its_own_credential_or_the_workers(
-    scenario: str, given: dict[str, str], shown: tuple[str | None, tuple[str, str] | None] | None
+    scenario: str, given: dict[str, Any], shown: tuple[str | None, tuple[str, str] | None] | None
 ) -> None:
     """Never the workers' token beside a certificate of its own: that would be two identities."""
-    text = helm.rendered(scenario, *settings(given))
+    pods = of_kind(helm.rendered(scenario, given), "Pod")
     if shown is None:
-        assert not of_kind(text, "Pod")
+        assert not pods
         return
-    (pod,) = of_kind(text, "Pod")
+    (pod,) = pods
     secrets = {volume["name"]: volume["secret"] for volume in pod["spec"]["volumes"] if "secret" in volume}
     certificate, token = shown
     assert secrets.get("tls", {}).get("secretName") == certificate
@@ -1075,18 +958,13 @@ def test_the_helm_test_uses_its_own_credential_or_the_workers(
 
 
 def test_the_identity_file_lists_usable_chart_identities() -> None:
-    def names(*arguments: str) -> list[str]:
-        text = helm.rendered("silos", *arguments)
-        (config,) = [item for item in of_kind(text, "ConfigMap") if "identities.yaml" in item["data"]]
+    def names(changes: dict[str, Any]) -> list[str]:
+        configs = of_kind(helm.rendered("silos", changes), "ConfigMap")
+        (config,) = [item for item in configs if "identities.yaml" in item["data"]]
         return [entry["name"] for entry in yaml.safe_load(config["data"]["identities.yaml"])["identities"]]
 
-    assert names() == ["operator", "fed-fedloom-workers", "fed-fedloom-test"]
-    tokens = {"tls.mutual": "false", "auth.tokens.existingSecret": "t", "workers.token.existingSecret": "w"}
-    assert names(*settings({**tokens, **TABLE_OF_WORKERS})) == ["w"]
-
-
-def settings(given: dict[str, str]) -> list[str]:
-    return [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    assert names({}) == ["operator", "fed-fedloom-workers", "fed-fedloom-test"]
+    assert names({"tls.mutual": False, **TOKENS, **WORKERS_TOKEN, **TABLE_OF_WORKERS}) == ["w"]
 
 
 SHOWN = "--credentials DIR"
@@ -1096,22 +974,17 @@ SHOWN = "--credentials DIR"
     ("scenario", "given", "worker", "personalize"),
     [
         ("members", {}, f"HOST:7733 {SHOWN}", None),
-        ("members", {"tls.mutual": "false", "auth.tokens.existingSecret": "t"}, f"HOST:7733 {SHOWN}", None),
-        (
-            "members",
-            {"tls.mode": "none", "insecure": "true", "auth.tokens.existingSecret": "t"},
-            f"HOST:7733 {SHOWN} --insecure",
-            None,
-        ),
+        ("members", {"tls.mutual": False, **TOKENS}, f"HOST:7733 {SHOWN}", None),
+        ("members", {**PLAINTEXT, **TOKENS}, f"HOST:7733 {SHOWN} --insecure", None),
         ("gateway", {}, f"fl.example.org:443 {SHOWN}", None),
         ("plaintext-gateway", {}, f"fl.example.org:443 {SHOWN}", f"{SHOWN} --insecure"),
         ("silos", {}, None, SHOWN),
     ],
 )
 def test_commands_in_the_notes_can_connect(
-    scenario: str, given: dict[str, str], worker: str | None, personalize: str | None
+    scenario: str, given: dict[str, Any], worker: str | None, personalize: str | None
 ) -> None:
-    notes = notes_of(scenario, *settings(given))
+    notes = notes_of(scenario, given)
     commands: Any = get_command(app)
     lines = [line.split() for line in notes.splitlines() if line.startswith("     fedloom ")]
     for _, called, *words in lines:
@@ -1123,14 +996,11 @@ def test_commands_in_the_notes_can_connect(
     assert reported.get("personalize") == (personalize and f"{at} {personalize} --data DIR --out model.pt2")
     certified = scenario == "members" and given.get("tls.mode") != "none"
     assert ("tls.certManager.dnsNames" in notes) is certified
-    assert ("helm test" in notes) is bool(of_kind(helm.rendered(scenario, *settings(given)), "Pod"))
+    assert ("helm test" in notes) is bool(of_kind(helm.rendered(scenario, given), "Pod"))
 
 
-def notes_of(scenario: str, *arguments: str) -> str:
-    values_file = CHART / "ci" / f"{scenario}-values.yaml"
-    done = helm.run("install", "fed", CHART, "-n", "fl", "-f", values_file, "--dry-run=client", *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.partition("NOTES:")[2]
+def notes_of(scenario: str, changes: dict[str, Any]) -> str:
+    return helm.rendered(scenario, changes, "--dry-run=client", command="install").partition("NOTES:")[2]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -1138,7 +1008,7 @@ def test_commands_and_variables_exist_in_the_command_line(scenario: str) -> None
     commands: Any = get_command(app)
     known = {"FEDLOOM_S3_ENDPOINT", *(each.envvar for each in commands.params)}
     for name, pod in helm.pods(helm.rendered(scenario)):
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        for container in containers(pod):
             if container["command"] != ["fedloom"]:
                 continue
             called, *arguments = container["args"]

@@ -40,9 +40,7 @@ def test_a_device_fails_on_wrong_values_or_unrepeatable_bits() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_checks_each_model_and_type_and_sets_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_checks_each_model_and_type_and_sets_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     done = runner.invoke(app, ["device", "cpu", "--clients", "2", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

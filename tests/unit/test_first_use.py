@@ -103,7 +103,7 @@ def test_results_are_shown_in_any_encoding(encoding: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("columns", [20, 30, 50, 80, 200])
-def test_figures_are_complete_on_a_narrow_terminal(
+def test_a_narrow_terminal_fits(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -122,25 +122,26 @@ def test_output_to_a_file_is_not_wrapped(monkeypatch: pytest.MonkeyPatch, capsys
 PROGRAM = """
 import sys
 from fedloom.cli.main import main
-sys.argv = ["fedloom", *sys.argv[1:]]
-try:
-    main()
-finally:
+for words in (["compare", "run"], ["runs", "."]):
+    sys.argv = ["fedloom", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code
     assert "torch" not in sys.modules, "torch"
 """
 
 
-@pytest.mark.parametrize("arguments", [("compare", "run"), ("runs", ".")])
-def test_commands_on_finished_runs_need_no_torch_and_write_ascii(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_commands_on_finished_runs_need_no_torch_and_write_ascii(tmp_path: Path) -> None:
     finished_run(tmp_path / "run")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", PROGRAM],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
-    assert "fedavg" in done.stdout.lower()
+    assert done.stdout.lower().count("fedavg") >= 2
 
 
 def finished_run(folder: Path) -> Path:
@@ -189,7 +190,6 @@ def test_diverging_training_is_reported_before_answer_counts(fedloom: Fedloom, e
     assert code == ExitCode.QUORUM
     (failed,) = [line for line in err.splitlines() if line.startswith("error:")]
     output = re.search(r"diverged|not finite", failed)
-    assert output is not None
     assert output.start() < failed.index("0 of 3 clients")
     assert "--out" in err.rpartition("error:")[2], "other settings cannot be given to --resume"
 

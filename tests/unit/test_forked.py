@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from forked import Popen, children, cmdline, run
 
 WAYS = pytest.mark.parametrize("way", [run, subprocess.run], ids=["forked", "started"])
@@ -77,11 +78,28 @@ def test_search_path(way: Way, also: str, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("value", ["", "1"])
 def test_buffers_and_compiled_modules(way: Way, flags: list[str], value: str) -> None:
     code = "import sys; print(sys.stdout.write_through, sys.dont_write_bytecode, sys.path[0])"
-    environment = os.environ | {"PYTHONUNBUFFERED": value, "PYTHONDONTWRITEBYTECODE": value}
+    names = ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONSAFEPATH")
+    environment = os.environ | dict.fromkeys(names, value)
     done = way([sys.executable, *flags, "-c", code], env=environment, capture_output=True, text=True)
     first = done.stdout.split()[2:] or [""]
     assert done.stdout.split()[:2] == [str(bool(value or flags)), str(bool(value))]
-    assert (first == [""]) is ("-P" not in flags)
+    assert (first == [""]) is ("-P" not in flags and not value)
+
+
+@pytest.mark.slow
+@WAYS
+def test_a_task_of_a_pipeline(way: Way) -> None:
+    """Start one as Kubeflow compiles it; only a fork has torch without importing it."""
+    spec = next(yaml.safe_load_all((Path(__file__).parents[2] / "pipelines" / "unseen_clients.yaml").read_text()))
+    shell, flags, program, _ = spec["deploymentSpec"]["executors"]["exec-plan"]["container"]["command"]
+    source = "import os, sys; print(os.environ['_KFP_RUNTIME'], 'torch' in sys.modules, *sys.argv[2:]); sys.exit(3)"
+    command = [shell, flags, program.replace("python3", sys.executable), source, "--executor_input", "{}"]
+    done = way([*command, "--function_to_execute", "one"], capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("true ")]
+    _, torch, file, *arguments = line.split()
+    assert (torch, Path(file).read_text()) == (str(way is run), source)
+    assert arguments == ["--executor_input", "{}", "--function_to_execute", "one"]
 
 
 @pytest.mark.slow

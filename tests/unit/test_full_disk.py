@@ -48,21 +48,17 @@ def test_data_in_memory_that_cannot_be_stored(tmp_path: Path) -> None:
     fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
 
 
-@pytest.mark.parametrize("size", [64, 900, 2500])
-def test_a_run_that_cannot_be_written(tmp_path: Path, size: int) -> None:
+def test_a_run_that_cannot_be_written(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     task: dict[str, Any] = {**TASK, "data": data, "federation": ROUNDS}
-    fedloom.run(task, out=tmp_path / "first", report=False, progress=False)  # stores the partition
-    with disk_of(size), naming(tmp_path / "run"):
-        fedloom.run(task, out=tmp_path / "run", report=False, progress=False)
-    resumed = fedloom.run(task, out=tmp_path / "run", report=False, progress=False, resume=True)
-    assert resumed.finished
-
-
-def test_a_partition_that_cannot_be_written(tmp_path: Path) -> None:
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     with disk_of(100), naming(tmp_path / "data" / "partitions"):
-        fedloom.run({**TASK, "data": data, "federation": ROUNDS}, out=tmp_path / "run", report=False, progress=False)
+        fedloom.run(task, out=tmp_path / "run", report=False, progress=False)
+    fedloom.run(task, out=tmp_path / "first", report=False, progress=False)  # stores the partition
+    for size in (64, 900, 2500):
+        out = tmp_path / f"run-{size}"
+        with disk_of(size), naming(out):
+            fedloom.run(task, out=out, report=False, progress=False)
+        assert fedloom.run(task, out=out, report=False, progress=False, resume=True).finished
 
 
 def test_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
@@ -75,9 +71,7 @@ def test_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
     assert (tmp_path / "to" / "a").stat().st_size == 500
 
 
-def test_a_log_that_cannot_be_written_goes_on_where_it_is_shown(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_without_its_file_goes_on_where_it_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("fedloom.run")
     with logged_to(tmp_path / "log.jsonl"):
         log.warning("before")

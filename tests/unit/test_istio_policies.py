@@ -21,25 +21,15 @@ OURS = [*yaml.safe_load_all((ROOT / "components" / "federate" / "istio.yaml").re
 PROFILE = [*yaml.safe_load_all((KUBEFLOW / "profile.yaml").read_text())]
 
 
-def closed(schema: Any) -> Any:
-    """Return a schema that rejects unknown fields; the API server would drop them."""
-    if isinstance(schema, list):
-        return [closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: closed(value) for key, value in schema.items()}
-    return {"additionalProperties": False, **found} if "properties" in schema else found
-
-
 @pytest.mark.parametrize(
     "policy", [*OURS, PROFILE[1]], ids=lambda policy: f"{policy['kind']}-{policy['metadata']['name']}"
 )
 def test_policies_are_valid_istio_resources(policy: dict[str, Any]) -> None:
     assert policy["apiVersion"] == "security.istio.io/v1"
     as_json = json.loads(json.dumps(policy["spec"]))  # with strings as keys
-    jsonschema.validate(as_json, closed(CRDS[policy["kind"]]))
+    jsonschema.validate(as_json, kubernetes_schemas.closed(CRDS[policy["kind"]]))
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**as_json, "selectors": {}}, closed(CRDS[policy["kind"]]))
+        jsonschema.validate({**as_json, "selectors": {}}, kubernetes_schemas.closed(CRDS[policy["kind"]]))
 
 
 class Call(NamedTuple):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,12 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from facts import tells
+from facts import telling, tells
 from PIL import Image
 
 import fedloom
 from fedloom.engine.run_data import make_partition
-from fedloom.errors import DataError, ExperimentError, FedloomError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import from_shared_json, of
 
 RNG = np.random.default_rng(0)
@@ -28,13 +26,6 @@ TASK: dict[str, Any] = {
     "federation": {"rounds": 1, "clients_per_round": 2},
     "runtime": {"workers": 0},
 }
-
-
-@contextlib.contextmanager
-def refused(kind: type[FedloomError], *facts: object) -> Iterator[pytest.ExceptionInfo[FedloomError]]:
-    with pytest.raises(kind) as error:
-        yield error
-    assert tells(str(error.value), *facts), str(error.value)
 
 
 def people(n: int = 30) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -54,12 +45,12 @@ def test_arrays_give_equal_bits_when_run_resumed_and_loaded(tmp_path: Path) -> N
     assert again.section == data.section
     resumed = fedloom.run(TASK, data=again, out=tmp_path / "run", resume=True, report=False, progress=False)
     assert resumed.summary == run.summary
-    with refused(DataError, "'clinic-99'", "ann, bob, cy, dee"):
+    with telling(DataError, "'clinic-99'", "ann, bob, cy, dee"):
         run.models("clinic-99")
     opened = data.open(seed=1)
     theirs = opened.tensors("client-0002")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in opened.tensors("cy").items())
-    with refused(DataError, "'clinic-99'", "ann, bob, cy, dee"):
+    with telling(DataError, "'clinic-99'", "ann, bob, cy, dee"):
         opened.tensors("clinic-99")
     model = fedloom.load(run.folder).models("cy")
     assert model(torch.tensor(people()["cy"][0])).shape == (30, 2)
@@ -137,7 +128,7 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
     ],
 )
 def test_invalid_arrays_are_named(clients: Any, classes: Any, output: tuple[str, ...], tmp_path: Path) -> None:
-    with refused(DataError, *output):
+    with telling(DataError, *output):
         fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
     assert not list(tmp_path.glob("datasets/arrays-*"))
 
@@ -173,7 +164,7 @@ def test_arrays_from_a_file_equal_those_in_memory(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize("section", ["mnist", None, [("dataset", "mnist")]])
 def test_a_section_that_is_not_a_mapping_is_rejected(section: Any) -> None:
-    with refused(ExperimentError, "section", repr(section), "from_arrays"):
+    with telling(ExperimentError, "section", repr(section), "from_arrays"):
         fedloom.Federated(section)
 
 
@@ -218,31 +209,26 @@ def test_columns_need_no_names_and_integers_become_codes(tmp_path: Path) -> None
 
 def test_errors_of_a_frame_or_table_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = frame()
-    with refused(DataError, "'sort'", "label", "height", "kind"):
-        fedloom.Federated.from_frame(good, client="hospital", label="sort", root=tmp_path)
-    with refused(DataError, "'city'", "client", "hospital"):
-        fedloom.Federated.from_frame(good, client="city", label="kind", root=tmp_path)
-    with refused(ExperimentError, "client", "scheme"):
-        fedloom.Federated.from_frame(good, label="kind", root=tmp_path)
-    with refused(DataError, "numeric", "hospital: "):
-        fedloom.Federated.from_frame(good, label="kind", scheme={"scheme": "iid", "clients": 2}, root=tmp_path)
     hole = good.copy()
     hole.loc[3, "age"] = float("nan")
-    with refused(DataError, "value missing", "1 place", "row 3, column age"):
-        fedloom.Federated.from_frame(hole, client="hospital", label="kind", root=tmp_path)
-    with refused(DataError, "value missing", "2 places", "row 3, column age", "row 5, column age"):
-        whole = good.assign(age=pandas.array([None if row in (3, 5) else 1 for row in range(len(good))], dtype="Int64"))
-        fedloom.Federated.from_frame(whole, client="hospital", label="kind", root=tmp_path)
-    with refused(DataError, "DataFrame", "dict"):
-        fedloom.Federated.from_frame({"age": [1]}, client="age", label="kind", root=tmp_path)  # type: ignore[arg-type]
-    with refused(DataError, "two columns", "'age'"):
-        twice = pandas.concat([good, good[["age"]]], axis=1)
-        fedloom.Federated.from_frame(twice, client="hospital", label="kind", root=tmp_path)
-    with refused(DataError, "measured", f"{len(good)} places", "row 0: 0.5"):
-        dosed = good.drop(columns="kind").assign(dose=[str(0.5)] * len(good))
-        fedloom.Federated.from_frame(dosed, client="hospital", label="dose", root=tmp_path)
-    with refused(ExperimentError, "scheme", "mapping", "'iid'"):
-        fedloom.Federated.from_frame(good, label="kind", scheme="iid", root=tmp_path)  # type: ignore[arg-type]
+    holes = good.assign(age=pandas.array([None if row in (3, 5) else 1 for row in range(len(good))], dtype="Int64"))
+    dosed = good.drop(columns="kind").assign(dose=[str(0.5)] * len(good))
+    dealt = {"scheme": "iid", "clients": 2}
+    frames: list[tuple[Any, dict[str, Any], type[Exception], tuple[str, ...]]] = [
+        (good, {"label": "sort"}, DataError, ("'sort'", "label", "height", "kind")),
+        (good, {"client": "city"}, DataError, ("'city'", "client", "hospital")),
+        (good, {"client": None}, ExperimentError, ("client", "scheme")),
+        (good, {"client": None, "scheme": dealt}, DataError, ("numeric", "hospital: ")),
+        (good, {"client": None, "scheme": "iid"}, ExperimentError, ("scheme", "mapping", "'iid'")),
+        (hole, {}, DataError, ("value missing", "1 place", "row 3, column age")),
+        (holes, {}, DataError, ("value missing", "2 places", "row 3, column age", "row 5, column age")),
+        ({"age": [1]}, {"client": "age"}, DataError, ("DataFrame", "dict")),
+        (pandas.concat([good, good[["age"]]], axis=1), {}, DataError, ("two columns", "'age'")),
+        (dosed, {"label": "dose"}, DataError, ("measured", f"{len(good)} places", "row 0: 0.5")),
+    ]
+    for rows, how, kind, facts in frames:
+        with telling(kind, *facts):
+            fedloom.Federated.from_frame(rows, **{"client": "hospital", "label": "kind", **how}, root=tmp_path)
     good.to_csv(tmp_path / "t.csv", index=False)
     sections: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"dataset": "table"}, ("data.source", "missing")),
@@ -255,7 +241,7 @@ def test_errors_of_a_frame_or_table_are_named(tmp_path: Path, monkeypatch: pytes
         ({"dataset": "mnist", "source": {"path": "x"}}, ("data.source", "table", "mnist")),
     ]
     for section, output in sections:
-        with refused(ExperimentError, *output):
+        with telling(ExperimentError, *output):
             of(TASK, data={**section, "root": str(tmp_path), "partition": {"scheme": "natural"}})
     for source, output in (
         ({}, ("no column 'label'", "data.source.label", "kind")),
@@ -264,12 +250,12 @@ def test_errors_of_a_frame_or_table_are_named(tmp_path: Path, monkeypatch: pytes
         ({"label": "kind", "split": "part"}, ("no column 'part'", "data.source.split", "height")),
         ({"label": "kind"}, ("not a number", "column hospital: 'ann'", "data.source.client")),
     ):
-        with refused(DataError, *output) as reported:
+        with telling(DataError, *output) as reported:
             section = {"dataset": "table", "source": {"path": str(tmp_path / "t.csv"), **source}, "root": str(tmp_path)}
             of(TASK, data={**section, "partition": {"scheme": "iid", "clients": 2}})
         assert "--" not in str(reported.value)
     monkeypatch.chdir(tmp_path)
-    with refused(ExperimentError, "data.source.path", tmp_path / "no.csv", "exist"):
+    with telling(ExperimentError, "data.source.path", tmp_path / "no.csv", "exist"):
         of(TASK, data={"dataset": "table", "source": {"path": "no.csv"}, "partition": {"scheme": "natural"}})
 
 
@@ -299,14 +285,14 @@ def test_an_image_folder_by_owner_and_class_or_by_class(images: Path, tmp_path: 
     one = {**data, "source": {"path": str(images / "eve")}}
     dealt = make_partition(of(TASK, data={**one, "partition": {"scheme": "iid", "clients": 2}})).manifest
     assert sum(entry.train + entry.validation + entry.test for entry in dealt.clients) <= 24
-    with refused(ExperimentError, "data.partition", "natural"):
+    with telling(ExperimentError, "data.partition", "natural"):
         make_partition(of(TASK, data={**one, "partition": {"scheme": "natural"}}))
     before = dealt.fingerprint
     (images / "eve" / "cat" / "0.png").unlink()
     after = make_partition(of(TASK, data={**one, "partition": {"scheme": "iid", "clients": 2}})).manifest
     assert after.fingerprint != before
     (images / "eve" / "cat" / "1.png").write_bytes(b"no image")
-    with refused(DataError, "damaged image", "1.png"):
+    with telling(DataError, "damaged image", "1.png"):
         of(TASK, data={**one, "partition": {"scheme": "iid", "clients": 2}})
 
 
@@ -341,18 +327,18 @@ def test_a_torchvision_dataset_is_partitioned(tmp_path: Path) -> None:
     halves = fedloom.Federated.from_torchvision(Pictures(), scheme, test=Pictures(), root=tmp_path).open().manifest
     assert sum(entry.test for entry in halves.clients) > 180
     turned = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.5)])
-    with refused(DataError, "dataset[0]", "transform"):
+    with telling(DataError, "dataset[0]", "transform"):
         fedloom.Federated.from_torchvision(Pictures(turned), scheme, root=tmp_path)
-    with refused(DataError, "dataset", "int"):
+    with telling(DataError, "dataset", "int"):
         fedloom.Federated.from_torchvision(3, scheme, root=tmp_path)
-    with refused(ExperimentError, "scheme", "mapping", "'iid'"):
+    with telling(ExperimentError, "scheme", "mapping", "'iid'"):
         fedloom.Federated.from_torchvision(Pictures(), "iid", root=tmp_path)  # type: ignore[arg-type]
-    with refused(ExperimentError, "data.partition"):
+    with telling(ExperimentError, "data.partition"):
         of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
 
 
 def test_errors_in_the_section_are_reported_when_it_is_opened(tmp_path: Path) -> None:
-    with refused(ExperimentError, "held_out_fracton", "held_out_fraction?"):
+    with telling(ExperimentError, "held_out_fracton", "held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
-    with refused(ExperimentError, "partition.scheme", "dirichlet?", "dirichlt"):
+    with telling(ExperimentError, "partition.scheme", "dirichlet?", "dirichlt"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()

@@ -298,7 +298,6 @@ def test_a_member_that_refused_a_set_reveals_no_share_of_it() -> None:
     side, key = liar.members[VICTIM], ConversationKey(1, 2, 0, "train")
     assert ask(liar, NAMES[:4], attempt=2) is None
     held = side._config.held
-    assert held is not None
     assert held._held[key][0].member is None  # its secrets are gone, so that nothing can make it reveal a share
     session, roster, _, survivors = liar.sent[VICTIM][-4:]
     assert isinstance(session, SumSession)
@@ -339,7 +338,7 @@ def lying(lie: Told) -> Lie:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_nothing_beyond_honest_sums_follows_from_all_that_an_aggregator_gets(seed: int) -> None:
     """Least squares over all sums and masked answers; the smallest sum is over three, and explains a third of each."""
     draw, liar, found = random.Random(seed), federation(), []

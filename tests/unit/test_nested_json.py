@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from facts import tells
+from facts import telling
 
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.core.words import DEEPEST, parsed_json
@@ -77,18 +77,20 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
 }
 
 
+def test_nested_ledgers_and_incomplete_problems_are_named(tmp_path: Path) -> None:
+    (tmp_path / "ledger").write_text(DEEP + "\n")
+    with telling(DataError, "line 1"):
+        PrivacyAccountant(tmp_path / "ledger", None).charge(PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 10))
+    for missing in PROBLEM:
+        with telling(DataError, missing):
+            Problem.from_json(json.dumps({key: value for key, value in PROBLEM.items() if key != missing}))
+
+
 @pytest.mark.parametrize("text", [DEEP, OBJECTS, DEEP[:100_000]], ids=("lists", "objects", "cut"))
 @pytest.mark.parametrize("reader", READERS)
 def test_too_deeply_nested_json_is_rejected(reader: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(FedloomError):
         READERS[reader](text, tmp_path)
-
-
-def test_a_nested_line_of_a_ledger_is_named(tmp_path: Path) -> None:
-    (tmp_path / "ledger").write_text(DEEP + "\n")
-    with pytest.raises(DataError) as caught:
-        PrivacyAccountant(tmp_path / "ledger", None).charge(PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 10))
-    assert tells(str(caught.value), "line 1")
 
 
 @pytest.mark.parametrize("end", ['\\", \\"b\\": ' + DEEP + '}"}}', '\\"}"}, "c": ' + DEEP + "}", '\\"}', "}" * 10])
@@ -153,10 +155,3 @@ def test_an_invalid_problem_is_rejected(change: dict[str, Any]) -> None:
     reported = personalization.Described(problem=json.dumps(PROBLEM | change), experiment="{}")
     with pytest.raises(RefusedError):
         _parse_description(reported)
-
-
-@pytest.mark.parametrize("missing", PROBLEM)
-def test_an_incomplete_problem_is_rejected_naming_the_missing_part(missing: str) -> None:
-    with pytest.raises(DataError) as caught:
-        Problem.from_json(json.dumps({key: value for key, value in PROBLEM.items() if key != missing}))
-    assert tells(str(caught.value), missing)

@@ -1,7 +1,8 @@
-"""Predictions of saved models over REST: FedLoom's to the bit, in the protocol's form; bad requests are rejected."""
+"""Predictions of saved models over REST: FedLoom's to the bit, in the protocol's form; and the HTTP server."""
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import shutil
@@ -10,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,16 +31,10 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.security.options import Protection, ServerOptions
 from fedloom.security.tokens import add_token
 from fedloom.serving.client_models import client_models, save_models
-from fedloom.serving.open_inference import (
-    CONNECTIONS,
-    MOST_WAITING,
-    InferenceRequest,
-    OpenInference,
-    inference_served,
-)
+from fedloom.serving.open_inference import CONNECTIONS, MOST_WAITING, InferenceRequest, OpenInference, inference_served
 from fedloom.serving.saved_models import ModelFolder, SavedModel
 from fedloom.serving.serve import serve_run
-from fedloom.transport.http_server import HttpLimits, http_served
+from fedloom.transport.http_server import REQUEST_BYTES, HttpLimits, http_served
 from fedloom.transport.personalization import ModelServerSettings
 
 SPEC = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "open_inference.yaml").read_text())
@@ -83,12 +78,12 @@ def rows_of(x: Any, rows: slice) -> Any:
     return {name: each[rows] for name, each in x.items()} if isinstance(x, dict) else x[rows]
 
 
-def trained(folder: Path, kind: str, name: str = "run") -> Path:
-    """Return a run of two clients with their saved models."""
+def trained(folder: Path, kind: str, saved: str | None = None) -> Path:
+    """Return a run of two clients with their saved models, or those of some of them."""
     x, y, model, algorithm = KINDS[kind]
     clients = {str(one): (rows_of(x, slice(one, None, 2)), y[one::2]) for one in range(2)}
     experiment = {
-        "name": name,
+        "name": "run",
         "data": fedloom.Federated.from_arrays(clients, root=folder / "data", held_out_fraction=0.0),
         "algorithm": algorithm,
         "federation": {"rounds": 1, "clients_per_round": 2},
@@ -97,7 +92,7 @@ def trained(folder: Path, kind: str, name: str = "run") -> Path:
     own = {"model": model} if isinstance(model, nn.Module) else {}
     experiment |= {} if own else {"model": model}
     run = Path(fedloom.run(experiment, out=folder / "run", report=False, progress=False, **own).folder)
-    save_models(run, run / "models", suffix=".pt2")
+    save_models(run, run / "models", clients=saved, suffix=".pt2")  # an export takes seconds
     return run
 
 
@@ -182,9 +177,8 @@ def predicted(answer: Answer) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_equal_the_clients_model_to_the_bit(kind: str, tmp_path: Path) -> None:
-    run = trained(tmp_path, kind)
-    models = client_models(run)
-    assert len(models) == 2
+    run = trained(tmp_path, kind, "client-0001")
+    models = client_models(run, ["client-0001"])
     with served(run) as at:
         about = of_schema(at.ask("GET", "/v2/models/run").body, "metadata_model_response")
         assert about["versions"] == [*models]
@@ -464,15 +458,12 @@ def test_a_token_selects_the_clients_whose_models_it_may_use(run: Path, tmp_path
 def test_a_run_without_saved_models_or_an_open_address_is_rejected(run: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with (
-        refusing(DataError, empty, "fedloom personalize"),
-        served(run, settings=ModelServerSettings(models=str(empty))),
-    ):
-        pass
+    with refusing(DataError, empty, "fedloom personalize"):
+        served(run, settings=ModelServerSettings(models=str(empty))).__enter__()
     bare = tmp_path / "run"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("models"))
-    with refusing(DataError, bare / "models"), served(bare):
-        pass
+    with refusing(DataError, bare / "models"):
+        served(bare).__enter__()
     for host in ("0.0.0.0:0", "[::]:0"):
         with pytest.raises(ExperimentError) as refused:
             serve_run(str(run), "127.0.0.1:0", rest=host, stop=threading.Event())
@@ -482,3 +473,108 @@ def test_a_run_without_saved_models_or_an_open_address_is_rejected(run: Path, tm
         taken.listen()
         with refusing(ExperimentError, taken.getsockname()[1]):
             serve_run(str(run), "127.0.0.1:0", rest=f"127.0.0.1:{taken.getsockname()[1]}", stop=threading.Event())
+
+
+HOST = b"Host: a\r\n"
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the body, or do what the path says."""
+    assert scope["type"] == "http"
+    path, body, more = scope["path"], b"", True
+    while path == "/echo" and more:
+        event = await receive()
+        body, more = body + event.get("body", b""), event.get("more_body", False)
+    if path == "/slow":
+        await asyncio.sleep(1.5)
+    body = {"/large": bytes(32 << 20)}.get(path, body or path.encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with http_served("rest", "127.0.0.1:0", application, HttpLimits(4, 0.6)) as port:
+        yield port
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+
+
+def read_to_end(raw: socket.socket) -> bytes:
+    """Return all that the server sends until it closes the connection."""
+    found = b""
+    try:
+        while piece := raw.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_a_connection_carries_several_requests(port: int) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
+        sockets = set()
+        for path, body in (("/echo", b"one"), ("/echo", b"two"), ("/a", None)):
+            connection.request("POST", path, body)
+            answer = connection.getresponse()
+            sockets.add(id(connection.sock))
+            assert (answer.version, answer.read()) == (11, body if path == "/echo" else path.encode())
+        assert len(sockets) == 1
+        connection.request("POST", "/echo", b"x" * 9, {"Expect": "100-continue"})
+        assert connection.getresponse().read() == b"x" * 9
+
+
+def test_answers_are_not_delayed(port: int) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
+        spent = []
+        for _ in range(20):
+            began = time.monotonic()
+            connection.request("GET", "/a")
+            connection.getresponse().read()
+            spent.append(time.monotonic() - began)
+    assert sorted(spent)[10] < 0.03  # by Nagle's algorithm it would be 0.04 s
+
+
+@pytest.mark.parametrize(
+    "more", [b"Content-Length: 3\r\nContent-Length: 4\r\n", b"Content-Length: -1\r\n", b"x" * (REQUEST_BYTES + 1)]
+)
+def test_ambiguous_lengths_and_large_headers_are_refused(port: int, more: bytes) -> None:
+    with connected(port) as raw:
+        raw.sendall(b"POST /echo HTTP/1.1\r\n" + HOST + more + b"\r\nabcd")
+        assert read_to_end(raw).split()[1] == b"400"
+
+
+def test_a_slow_peer_is_cut_and_a_slow_answer_is_not(port: int) -> None:
+    with connected(port) as idle, connected(port) as slow, connected(port) as computing, connected(port) as deaf:
+        slow.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nab")
+        computing.sendall(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+        deaf.sendall(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert read_to_end(idle) == read_to_end(slow) == b""
+        assert computing.recv(100).startswith(b"HTTP/1.1 200 OK")
+        assert 0 < len(read_to_end(deaf)) < 32 << 20
+
+
+def test_new_connections_replace_none_that_is_being_answered(port: int) -> None:
+    answers: list[bytes] = []
+    with connected(port) as computing:
+        computing.sendall(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+        time.sleep(0.2)
+        others = [connected(port) for _ in range(10)]  # four may be open
+        reading = threading.Thread(target=lambda: answers.append(computing.recv(100)))
+        reading.start()
+        reading.join(WAIT_S)
+    for other in others:
+        other.close()
+    assert answers[0].startswith(b"HTTP/1.1 200 OK")
+
+
+def test_the_end_of_the_server_closes_connections_and_frees_the_port() -> None:
+    with http_served("rest", "127.0.0.1:0", application, HttpLimits(4, WAIT_S)) as port:
+        idle, partial = connected(port), connected(port)
+        partial.sendall(b"GET")
+        time.sleep(0.2)
+    assert read_to_end(idle) == read_to_end(partial) == b""
+    with http_served("rest", f"127.0.0.1:{port}", application):
+        pass

@@ -203,7 +203,6 @@ def test_noisy_sums_are_counted_and_bounded(tmp_path: Path) -> None:
     assert (found.counts, found.is_known) == ({EVERYONE: Counter({SUM: 3})}, True)
     assert count_training_releases(folder, repeatable=True).counts == {EVERYONE: Counter({SUM: 1})}
     assert counts(tmp_path) == {"a": 1}
-    assert second.training is not None
     assert second.training.epsilon == limit
 
 
@@ -228,14 +227,11 @@ def test_private_answers_compose_with_noisy_steps_on_the_same_examples(tmp_path:
     releases.tell_steps(KEY, 0, {"a": {a: 15}})
     releases.tell(KEY, 1, ["a", "b"])
     both = Counter({a: 15, gaussian_release(2.5): 1})
-    assert releases.training is not None
     assert releases.training.most() == both
     again = Releases(folder, PROMISED, training=Tally(1e-5, unit="examples")).training
-    assert again is not None
     assert again.counts == {"a": both, "b": Counter({gaussian_release(2.5): 1})}
     assert again.epsilon == epsilon_of(both, 1e-5) > epsilon_of({a: 15}, 1e-5)
     of_clients = Releases(folder, PROMISED, training=Tally(1e-5)).training
-    assert of_clients is not None
     assert of_clients.counts == {"a": Counter({a: 15})}
 
 

@@ -1,19 +1,26 @@
-"""Every table of docs/results is made from the page's compact file."""
+"""Tables of docs/results are made from each page's compact file; experiments and figures of research programs."""
 
 from __future__ import annotations
 
 import csv
 import json
 import re
+import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import baselines
 import own_steps
 import pages_own_steps
 import pytest
+import quickstart_expected
 import results
 import summaries
+from facts import tells
 from run_folders import put, write_run
+
+from fedloom.experiment import load_experiment
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -128,3 +135,81 @@ def test_own_steps_are_folded_from_runs_and_measured_lines(tmp_path: Path) -> No
     assert runs["vowel/own/local/0.2"][0].values == {"after_5": pytest.approx(70)}
     assert runs["vowel/test/fedavg/seed=3"][0].values == {"after_5": pytest.approx(80)}
     assert pages_own_steps.over_seeds(runs, "vowel", "pefll") == {5: pytest.approx([80, 80])}
+
+
+@pytest.mark.parametrize("name", sorted(baselines.REGIMES))
+def test_every_method_has_equally_many_settings_and_folders(name: str) -> None:
+    methods = baselines.REGIMES[name].methods.values()
+    assert len({len(method.settings()) for method in methods}) == 1
+    assert all(len({baselines.named(s) for s in m.settings()}) == len(m.settings()) for m in methods)
+
+
+@pytest.mark.parametrize("name", sorted(baselines.REGIMES))
+def test_the_first_and_last_settings_of_every_grid_are_valid_with_equal_rounds(name: str) -> None:
+    regime = baselines.REGIMES[name]
+    file = baselines.ROOT / "experiments" / f"{regime.file}.yaml"
+    for where in (regime.search, *regime.tests.values()):
+        rounds = {
+            load_experiment(file, [*where, *method.overrides(setting)]).federation.rounds
+            for method in regime.methods.values()
+            for setting in (method.settings()[0], method.settings()[-1])
+        }
+        assert len(rounds - {0}) == 1  # 0: Local
+
+
+def test_a_setting_sets_all_keys_of_its_axis() -> None:
+    regime = baselines.REGIMES["adapt"]
+    ditto = regime.methods["ditto"]
+    file = baselines.ROOT / "experiments" / f"{regime.file}.yaml"
+    found = load_experiment(file, [*regime.search, *ditto.overrides({"lr": 0.2, "proximity": 1})]).algorithm.settings
+    assert (found.local.lr, found.personal.lr, found.proximity) == (0.2, 0.2, 1)
+
+
+QUICKSTART = Path(__file__).parents[2] / "docs" / "results" / "quickstart.csv"
+
+
+def store(folder: Path, algorithm: str, seed: int, accuracies: dict[int, float]) -> None:
+    """Write the part of a run's summary that is compared."""
+    lines = [
+        {"steps": k, "unseen": {"accuracy_mean": value / 100, "masked": {"accuracy_mean": 1.0}}}
+        for k, value in accuracies.items()
+    ]
+    summary: dict[str, Any] = {"algorithm": algorithm, "seed": seed, "own_steps": lines}
+    if algorithm == "local":
+        summary |= {"local": {"new_client": {"personal": {"client_steps": 100}}}, "unseen": lines[0]["unseen"]}
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def printed(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of the table, by method and steps."""
+    monkeypatch.setattr(sys, "argv", ["quickstart_expected.py", str(runs)])
+    quickstart_expected.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_is_shown_beside_what_is_expected_of_its_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(tmp_path / "pefll", "pefll", 1, {0: 85.5, 20: 60.0})
+    store(tmp_path / "local/seed=2", "local", 2, {100: 90.75})
+    lines = printed(tmp_path, monkeypatch, capsys)
+    shown = {tuple(line.split()[:2]): line for line in lines if line.split()[:1] in (["1"], ["2"])}
+    assert len([line for line in lines if line.startswith("   1")]) == 2
+    assert any(tells(line, "PeFLL", "0", "86.7", "85.5") and "outside" not in line for line in lines)
+    assert any(tells(line, "PeFLL", "20", "60.0", "outside") for line in lines)
+    assert tells(shown["2", "Local,"], "100", "90.7", "90.8")
+    store(tmp_path / "other/pefll", "pefll", 9, {0: 85.5})
+    assert tells(printed(tmp_path / "other", monkeypatch, capsys)[0], "No figures", "quickstart-expected.csv")
+
+
+def test_what_is_expected_is_what_the_page_measured() -> None:
+    with QUICKSTART.open(encoding="utf-8", newline="") as file:
+        pages = {row["run"]: row for row in csv.DictReader(file)}
+    with quickstart_expected.EXPECTED.open(encoding="utf-8", newline="") as file:
+        expected = list(csv.DictReader(file))
+    assert {row["seed"] for row in expected} == set("1234")
+    for row in expected:
+        if row["seed"] != "1":
+            measured = pages[f"native/{row['method']}/seed={row['seed']}"][f"after_{row['steps']}"]
+            assert float(row["accuracy"]) == float(measured)

@@ -89,7 +89,6 @@ def test_labels_of_columns_and_lists_keep_their_names(tmp_path: Path) -> None:
     kind = datasets.Sequence(named)
     labelled(tags, kind, **rows).remove_columns("a").save_to_disk(str(tmp_path / "tags"))
     targets = read(tmp_path / "tags", tmp_path).manifest.spec.targets
-    assert targets is not None
     assert (targets.task, targets.outputs, targets.names) == ("next_token", 4, ("negative", "NA", "1.0", "unused"))
 
 

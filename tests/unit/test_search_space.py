@@ -1,7 +1,8 @@
-"""Search space: its file, the values of a parameter, and errors before any run."""
+"""Search spaces, sweeps, and trials of a stored study, also after a kill at any point."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import optuna
 import pytest
 from facts import refusing
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedloom import experiment as experiments
-from fedloom.errors import ExperimentError
-from fedloom.experiment import Experiment
-from fedloom.experiment.search_space import Parameter, SearchPlan, plan_search, read_space
+from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import Experiment, Point, as_yaml, grid_values, load_experiment, points
+from fedloom.experiment.search_space import LONGEST_NAME, Parameter, SearchPlan, plan_search, read_space
 from fedloom.experiment.yaml_reader import parse_yaml
+from fedloom.tuning.trials import LOG, REDUCTION, STARTUP, Schedule, Trial, Trials
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 LR = {"algorithm.local.lr": {"min": 0.001, "max": 1, "log": True}}
@@ -190,10 +192,262 @@ def test_few_extreme_values_are_checked_in_all_combinations() -> None:
 def test_a_bound_on_epsilon_is_the_budget_of_each_trial() -> None:
     plan = planned(LR, *PRIVATE, epsilon=2.5)
     budget = make([*PRIVATE, *plan.overrides({"algorithm.local.lr": "0.5"})])
-    assert budget.federation.privacy is not None
     assert budget.federation.privacy.budget == 2.5
     assert budget.algorithm.settings.local.lr == 0.5
     with refusing(ExperimentError, "federation.privacy.budget"):
         planned({"federation.privacy.budget": {"min": 1, "max": 2}}, *PRIVATE, epsilon=2.5)
     with refusing(ExperimentError, "federation.rounds", "hyperband"):
         planned({"federation.rounds": {"min": 50, "max": 90}}, early_stopping="hyperband")
+
+
+def made(seeds: str | None = None, *grid: str) -> list[Point]:
+    return points(FILE, (), seeds, grid)
+
+
+def test_seeds_of_a_setting_are_adjacent_in_the_product() -> None:
+    found = made("1,3-4", "algorithm.local.lr=0.01,3e-2", "federation.rounds=5")
+    assert [point.name for point in found] == [
+        f"lr={lr},rounds=5,seed={seed}" for lr in ("0.01", "0.03") for seed in (1, 3, 4)
+    ]
+    assert found[4].experiment.seed == 3
+    assert found[4].experiment == load_experiment(FILE, found[4].overrides)
+    assert "algorithm.local.lr=0.03" in found[4].overrides
+
+
+def test_labels_are_the_shortest_distinct_suffixes() -> None:
+    names = [
+        p.name for p in made(None, "data.partition.min_examples=10", "model.hidden=[8],[16]", "evaluation.every=7")
+    ]
+    assert names[0].startswith("min_examples=10,hidden=_8_,every=7-")  # brackets are replaced, a hash distinguishes
+    assert len(set(names)) == 2
+    several = made(None, "algorithm.local.batch_size=4", "evaluation.batch_size=64")
+    assert several[0].name == "local.batch_size=4,evaluation.batch_size=64"
+
+
+def test_methods_have_their_display_names() -> None:
+    fedavg = "{name: fedavg, local: {epochs: 1, lr: 0.1}}"
+    names = [
+        p.name for p in made(None, f"algorithm={fedavg},{{name: fedavg}},{{name: pefll, embedding: {{network: mlp}}}}")
+    ]
+    assert [name.split("-")[0] for name in names] == ["algorithm=_fedavg_", "algorithm=_fedavg_", "algorithm=_pefll_"]
+    assert len(set(names)) == 3
+
+
+def test_a_name_is_bounded_and_independent_of_the_rest_of_the_grid() -> None:
+    long = ",".join(str(i / 1e9) for i in range(100))
+    name = made(None, f"model={{name: mlp, hidden: [{', '.join(['32'] * 60)}]}}", "federation.rounds=1,2")[0].name
+    assert len(name) <= LONGEST_NAME
+    assert made(None, "algorithm.local.lr=0.1,0.2")[0].name == made(None, "algorithm.local.lr=0.1")[0].name
+    assert len(long) > LONGEST_NAME
+
+
+@pytest.mark.parametrize(
+    ("seeds", "grid", "output"),
+    [
+        ("", [], ["seeds", "''"]),
+        ("1,x", [], ["seeds", "x"]),
+        ("3-1", [], ["seeds", "3-1"]),
+        ("1,1", [], ["seeds", "1,1"]),
+        (None, ["lr"], ["KEY=VALUE,VALUE"]),
+        (None, ["=1,2"], ["KEY=VALUE,VALUE"]),
+        (None, ["seed="], ["seed", "value"]),
+        (None, ["federation.rounds=1,1"], ["federation.rounds", "1 twice"]),
+        (None, ["federation.rounds=1", "federation.rounds=2"], ["federation.rounds twice"]),
+        ("1", ["seed=2,3"], ["seed", "seeds"]),
+        (None, ["federation.rounds=[1"], ["federation.rounds", "YAML"]),
+        (None, ["federation.rounds=5,-1"], ["at federation.rounds=-1: "]),
+        (None, ["federation.round=5"], ["federation.round", "rounds?"]),
+        (None, ["model={name: mlp},{name: lenet}"], ["at model={name: lenet}: "]),
+        ("1,2", ["federation.clients_per_round=5,50"], ["at federation.clients_per_round=50, seed=1: "]),
+    ],
+)
+def test_invalid_grids_are_rejected(seeds: str | None, grid: list[str], output: list[str], tmp_path: Path) -> None:
+    text = FILE.read_text().replace("{scheme: natural}", "{scheme: natural, clients: 15}")
+    (tmp_path / "e.yaml").write_text(text)
+    with refusing(ExperimentError, *output):
+        points(tmp_path / "e.yaml", (), seeds, grid)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
+@example("?0")
+@example("0?")
+@example("a,b")
+def test_any_value_survives_a_grid(value: object) -> None:
+    key, values = grid_values(f"name={as_yaml(value)}")
+    assert key == "name"
+    assert values == [as_yaml(value)]
+
+
+SCHEDULE = Schedule(rounds=9, every=1)
+SPACE = {
+    "algorithm.local.lr": {"min": 0.001, "max": 1, "log": True},
+    "algorithm.local.epochs": {"min": 1, "max": 9},
+    "model.hidden": {"choices": [[8], [16], [32]]},
+}
+
+
+def nine_rounds(changes: Sequence[str]) -> Experiment:
+    return experiments.of(FILE, ["evaluation.every=1", "federation.rounds=9", *changes])
+
+
+def plan(**settings: Any) -> SearchPlan:
+    return plan_search(read_space({"parameters": SPACE, "seed": 5, **settings}), nine_rounds)
+
+
+def value(trial: Trial, round: int) -> float:
+    """Return a score for an optimizer to maximize: best at lr = 0.1 and 3 epochs, higher in later rounds."""
+    lr, epochs = float(trial.texts["algorithm.local.lr"]), int(trial.texts["algorithm.local.epochs"])
+    wide = {"[8]": 0.0, "[16]": 0.3, "[32]": 0.1}[trial.texts["model.hidden"]]
+    return -((math.log10(lr) + 1) ** 2) - 0.1 * (epochs - 3) ** 2 + wide - 1.0 / round
+
+
+class Killed(Exception):
+    """Exception that ends the process."""
+
+
+def search(trials: Trials, events: list[str], kill_at: int | None = None) -> None:
+    """Run a search and record its events; the process dies after ``kill_at`` of them."""
+
+    def note(event: str) -> None:
+        events.append(event)
+        if len(events) == kill_at:
+            raise Killed
+
+    while True:
+        trial = next(iter(trials.unfinished), None)
+        if trial is None:
+            if len(trials.all) == trials.plan.trials:
+                return
+            trial = trials.draw()
+            note(f"{trial.name} {sorted(trial.texts.items())}")
+        if trial.texts["algorithm.local.epochs"] == "7":  # diverges
+            trials.end(trial, "failed", error="too many epochs")
+            note(f"{trial.name} failed")
+            continue
+        behind = trial.behind and max(trial.measured) < 9
+        for round in range(max(trial.measured, default=0) + 1, 10):
+            if behind:
+                break
+            trials.measure(trial, round, value(trial, round))
+            behind = trial.behind and round < 9
+            note(f"{trial.name} {round} {behind}")
+        if behind:
+            trials.end(trial, "stopped")
+        else:
+            trials.end(trial, "done", score=value(trial, 9))
+        note(f"{trial.name} {trial.state}")
+
+
+def opened(folder: Path, asked: SearchPlan, base: str = "e", schedule: Schedule = SCHEDULE) -> Trials:
+    folder.mkdir(exist_ok=True)
+    return Trials(asked, folder, base, schedule)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
+def test_trials_are_those_of_the_stored_study(sampler: str, tmp_path: Path) -> None:
+    space = {**SPACE, "algorithm.local.lr": {"choices": [0.01, 0.1, 1.0]}} if sampler == "grid" else SPACE
+    asked = plan_search(read_space({"parameters": space, "seed": 5, "sampler": sampler, "trials": None}), nine_rounds)
+    trials = opened(tmp_path / "s", asked)
+    search(trials, [])
+    if sampler == "grid":
+        epochs, hidden = (parameter.grid for parameter in asked.parameters[1:])
+        each = {(lr, str(e), h) for lr in ("0.01", "0.1", "1.0") for e in epochs for h in hidden}
+        assert len(trials.all) == len(each) == 81
+        assert {tuple(trial.texts.values()) for trial in trials.all} == each
+        return
+    stored = optuna.load_study(
+        study_name="search",
+        storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(tmp_path / "s" / LOG))),
+    )
+    assert [{key: str(value) for key, value in found.params.items()} for found in stored.trials] == [
+        dict(trial.texts) for trial in trials.all
+    ]
+    assert len({tuple(trial.texts.values()) for trial in trials.all}) == 20
+    assert stored.trials[0].distributions == {
+        "algorithm.local.lr": optuna.distributions.FloatDistribution(0.001, 1.0, log=True),
+        "algorithm.local.epochs": optuna.distributions.IntDistribution(1, 9),
+        "model.hidden": optuna.distributions.CategoricalDistribution(["[8]", "[16]", "[32]"]),
+    }
+    assert len(trials.all) == 20
+    best = trials.best()
+    assert best.score == max(trial.score for trial in trials.all if trial.score is not None)
+
+
+@pytest.mark.parametrize("early", [None, "median", "hyperband"])
+def test_a_search_killed_at_any_point_resumes_unchanged(early: str | None, tmp_path: Path) -> None:
+    asked, whole = plan(early_stopping=early, trials=14), list[str]()
+    search(opened(tmp_path / "whole", asked), whole)
+    states = {event.split()[1] for event in whole if event.split()[1] in ("done", "stopped", "failed")}
+    assert states == {"done", "failed", *(["stopped"] if early else [])}
+    for kill_at in range(1, len(whole), 7):
+        folder, before = tmp_path / f"killed-{kill_at}", list[str]()
+        with pytest.raises(Killed):
+            search(opened(folder, asked), before, kill_at)
+        if kill_at % 2:
+            with (folder / LOG).open("a") as log:
+                log.write('{"op_code":7,"trial_id":1,"int')  # a truncated line
+            (folder / f"{LOG}.lock").symlink_to(folder / LOG)  # left by the killed process
+        after = list[str]()
+        search(again := opened(folder, asked), after)
+        assert [*before, *after] == whole
+        assert again.all == opened(folder, asked).all == opened(tmp_path / "whole", asked).all
+
+
+def test_the_median_pruner_stops_the_trials_optuna_stops(tmp_path: Path) -> None:
+    trials = opened(tmp_path / "s", plan(early_stopping="median", trials=30))
+    search(trials, [])
+    done: list[Trial] = []
+    for trial in trials.all:
+        if trial.state == "failed":
+            continue
+        if trial.state == "stopped":
+            last = max(trial.measured)
+            others = [value(other, last) for other in done]
+            assert len(done) >= STARTUP
+            assert last >= SCHEDULE.warm_up
+            assert max(trial.measured.values()) < sorted(others)[(len(others)) // 2]
+        else:
+            done.append(trial)
+    assert any(trial.state == "stopped" for trial in trials.all)
+    best = trials.best()
+    assert best.state == "done"
+
+
+def test_a_search_can_be_extended(tmp_path: Path) -> None:
+    search(opened(tmp_path / "s", plan(trials=5)), [])
+    search(more := opened(tmp_path / "s", plan(trials=12)), [])
+    search(whole := opened(tmp_path / "whole", plan(trials=12)), [])
+    assert [trial.texts for trial in more.all] == [trial.texts for trial in whole.all]
+
+
+def test_a_trial_beyond_the_epsilon_bound_is_not_chosen(tmp_path: Path) -> None:
+    bounded = plan_search(
+        read_space({"parameters": SPACE, "epsilon": 2.0, "trials": 3}),
+        lambda changes: nine_rounds([*PRIVATE, *changes]),
+    )
+    trials = opened(tmp_path / "s", bounded)
+    for score, epsilon in ((0.9, 2.5), (0.5, 1.9), (0.8, None)):
+        trials.end(trials.draw(), "done", score=score, epsilon=epsilon)
+    best = trials.best()
+    assert (best.number, best.score) == (2, 0.5)
+
+
+def test_hyperband_uses_the_rounds_of_the_experiment(tmp_path: Path) -> None:
+    trials = opened(tmp_path / "s", plan(early_stopping="hyperband", trials=40), schedule=Schedule(9, 1))
+    search(trials, [])
+    ends = {max(trial.measured) for trial in trials.all if trial.state == "stopped"}
+    assert ends <= {1, REDUCTION, REDUCTION**2 - 1, *range(1, 9)}
+    assert min(ends) == 1
+
+
+def test_a_different_search_is_rejected(tmp_path: Path) -> None:
+    search(opened(tmp_path / "s", plan(trials=3)), [])
+    with refusing(ExperimentError, tmp_path / "s", "resume", "space"):
+        opened(tmp_path / "s", plan(trials=3, seed=6))
+    with refusing(ExperimentError, tmp_path / "s", "resume", "experiment"):
+        opened(tmp_path / "s", plan(trials=3), base="other")
+    log = tmp_path / "s" / LOG
+    text = log.read_text()
+    log.write_text(text.replace('"op_code":4', '"op_code":x'))
+    with refusing(DataError, LOG):
+        opened(tmp_path / "s", plan(trials=3))

@@ -81,6 +81,7 @@ def test_settings_refuse_a_password_without_showing_it(use: Callable[[str], obje
     assert "ter2" not in str(refused.value)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_bug_in_a_task_of_a_pipeline_shows_no_password() -> None:
     code = f"from fedloom.kubeflow.steps import step\ndef task(): raise ValueError('{SECRET}')\nstep(task)()"
     done = subprocess.run(python("-c", code), capture_output=True, text=True, timeout=120)
@@ -90,6 +91,7 @@ def test_a_bug_in_a_task_of_a_pipeline_shows_no_password() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("more", [[], ["--verbose"], ["--log-format", "json"]])
 def test_the_traceback_of_a_users_own_code_shows_no_password(tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "nets.py").write_text(f"def net():\n    raise OSError(5, 'no answer of {SECRET}')\n")

@@ -43,20 +43,9 @@ def test_many_differences_use_scipys_approximation(n: int) -> None:
     assert signed_rank_test(differences.tolist()) == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_hand_computed_case() -> None:
-    # Ranks 1 (a zero), 2.5, 2.5, 4; positive: 2.5 + 4. As far from the mean 4.5 as 6.5, or farther: the sums 6.5 and
-    # 2.5 (twice each), 9 and 0, six of the eight patterns.
-    assert signed_rank_test([0.0, 1.0, -1.0, 2.0]) == pytest.approx(6 / 8)
-
-
 def test_only_zero_differences() -> None:
     assert signed_rank_test([0.0] * 5) == 1.0
     assert signed_rank_test([]) == 1.0
-
-
-def test_flipping_all_signs_does_not_matter() -> None:
-    differences = [0.01, 0.03, -0.02, 0.05, 0.0, 0.01]
-    assert signed_rank_test(differences) == signed_rank_test([-d for d in differences])
 
 
 def test_holm_by_hand() -> None:

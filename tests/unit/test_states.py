@@ -269,7 +269,6 @@ def test_a_store_of_states(store: Store) -> None:
     for i, version in enumerate(versions):
         folder.save("c", version, {"x": torch.full((3, 2), i).t(), "n": torch.tensor(True)})
     found = folder.load("c", versions[2])
-    assert found is not None
     assert torch.equal(found["x"], torch.full((2, 3), 2))
     assert found["n"].dtype == torch.bool
     assert folder.load("c", Version(3, 1, 0, 0)) is None
@@ -290,9 +289,7 @@ def test_a_store_of_states(store: Store) -> None:
 
 @pytest.mark.parametrize("failure", [StorageError, RefusedError])
 @pytest.mark.parametrize("method", ["read", "write"])
-def test_a_failing_store_is_not_a_failure_of_its_clients(
-    tmp_path: Path, failure: type[FedloomError], method: str
-) -> None:
+def test_a_failing_store_is_no_failure_of_clients(tmp_path: Path, failure: type[FedloomError], method: str) -> None:
     """The run ends resumably; it does not continue without the clients whose states are unreachable."""
     states = Failing(tmp_path / "states", method, failure)
     f = made(tmp_path, rounds=3, states=states)

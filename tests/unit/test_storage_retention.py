@@ -12,14 +12,7 @@ from typer.testing import CliRunner
 
 from fedloom.cluster.commands import app, seconds
 from fedloom.errors import ExperimentError
-from fedloom.runs.listing import (
-    StoredFolder,
-    expired,
-    remove_folders,
-    stored_partitions,
-    stored_runs,
-    unused,
-)
+from fedloom.runs.listing import StoredFolder, expired, remove_folders, stored_partitions, stored_runs, unused
 from fedloom.storage import Store, open_store
 
 DAY = 86_400.0

@@ -42,9 +42,7 @@ def others(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_partition_is_rejected_before_anything_is_written(
-    run: Path, others: Path, tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_partition_is_rejected_before_writing(run: Path, others: Path, tmp_path: Path, damage: str) -> None:
     evaluate(run, partition=str(others), out=tmp_path / "whole.json")
     assert json.loads((tmp_path / "whole.json").read_text())["unseen"]["clients"] == 4
     shard = sorted((others / "shards").iterdir())[2]
@@ -78,7 +76,7 @@ def test_clients_that_cannot_be_measured_are_reported(tmp_path: Path) -> None:
         evaluate(run)
 
 
-def test_results_are_shown_even_if_the_file_cannot_be_written(
+def test_results_are_shown_without_a_writable_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(StorageError, match="nope") as caught:
