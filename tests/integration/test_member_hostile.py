@@ -134,6 +134,10 @@ class Hostile:
         )
         self.server = Aggregator(run)
         self._lives, self._round = 0, 0
+        self._first, self._incarnations = text, packed.parent / "unused"
+        if options.policy is not None:
+            self._incarnations = options.policy.parent / "incarnations"
+            self._incarnations.write_text("a0 ")
         self.address = self.server.start("127.0.0.1:0")
         self.start_worker()
 
@@ -171,6 +175,9 @@ class Hostile:
         """Become another incarnation with this experiment, or with any text as experiment."""
         self._lives += 1
         text = experiment if isinstance(experiment, str) else self._parts(experiment)[1]
+        if text == self._first:
+            with self._incarnations.open("a") as file:
+                file.write(f"a{self._lives} ")
         self.server.start_new_session(f"a{self._lives}", text)
         waited(lambda: not self.server.workers(), 2)
         self.joined(1.5)
@@ -187,6 +194,8 @@ class Hostile:
             AnswerReady: {each.name: (1,) for each in AnswerReady.fields()},
         }
         key = ConversationKey(self._round, 0, 0, purpose)
+        if again:  # as if it had never been opened
+            self.server.close(key)
         (found,) = self.server.exchange(Call(key, exchange, (0,), (VICTIM,), message, shapes, seconds))
         return found
 
@@ -241,8 +250,9 @@ def _quiet(found: Wire, folder: Path) -> None:
 
 
 def _approved(found: Wire, folder: Path) -> None:
-    """Answers leave only in the incarnation of the approved experiment."""
-    assert {begin.envelope.incarnation for begin in found.parts("begin")} <= {"a0"}
+    """Answers leave only in incarnations with the approved experiment."""
+    approved = set((folder / "incarnations").read_text().split())
+    assert {begin.envelope.incarnation for begin in found.parts("begin")} <= approved
 
 
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Wire, Path], None]]] = {
