@@ -52,12 +52,12 @@ class Publication:
                 found=self.url,
             )
 
-    def restore(self, incarnation: str, check: Callable[..., None]) -> bool:
+    def restore(self, incarnation: str, check: Callable[[RunFolder, str | None], None]) -> bool:
         """Begin to publish; on resume, download the published run if it is ahead. Return whether there is one."""
         if self._store is None:
             return False
         self._published = Publisher(self._folder, self._store, incarnation)
-        return self._resume and self._published.restore(lambda path: check(RunFolder(path), where=self.url))
+        return self._resume and self._published.restore(lambda path: check(RunFolder(path), self.url))
 
     @property
     def publish(self) -> Callable[[int], None] | None:
