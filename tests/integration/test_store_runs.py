@@ -265,7 +265,7 @@ def test_fedloom_run_publishes_where_storage_is_a_store(
         2,
         2,
     )
-    listed = json.loads(fedloom("clients", place, "--json", environment=there))
+    listed = json.loads(fedloom("status", place, "--clients", "--json", environment=there))
     assert len(listed) == reported["clients"]["roster"]
     fedloom("status", f"{stateful.url}/runs/absent", environment=there, code=3)
     out = tmp_path / "c" / "small"
