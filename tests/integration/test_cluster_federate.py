@@ -582,8 +582,13 @@ def locally(place: Place, *overrides: str, out: str = "out", **changes: Any) -> 
 
 
 @pytest.fixture
-def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path, forks: None) -> Place:
+def unforked(small_run: tuple[Path, Path], partition: Path, tmp_path: Path) -> Place:
     return Place(tmp_path, small_run[0], partition, "", None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def here(unforked: Place, forks: None) -> Place:
+    return unforked
 
 
 def test_a_local_federation_equals_fedloom_run(
@@ -650,8 +655,13 @@ def test_stopping_a_local_run_stops_its_process(here: Place) -> None:
         (signal.SIGSEGV, WorkerLostError, ("signal 11",)),
     ],
 )
-def test_how_a_local_run_was_ended(here: Place, number: int, kind: type[FedloomError], facts: tuple[str, ...]) -> None:
-    """Only a person or the system asks a run to stop; the kernel kills one that takes too much memory."""
+def test_how_a_local_run_was_ended(
+    unforked: Place, number: int, kind: type[FedloomError], facts: tuple[str, ...]
+) -> None:
+    """Only a person or the system asks a run to stop; the kernel kills one that takes too much memory.
+
+    The signals arrive while a process starts, so it is started as usual.
+    """
 
     def end() -> None:
         until(lambda: any(_is_run(pid) for pid in children(os.getpid())), "a run")
@@ -661,7 +671,7 @@ def test_how_a_local_run_was_ended(here: Place, number: int, kind: type[FedloomE
 
     threading.Thread(target=end).start()
     with pytest.raises(kind) as error:
-        locally(here)
+        locally(unforked)
     assert tells(str(error.value), *facts)
 
 

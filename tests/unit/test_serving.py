@@ -351,7 +351,8 @@ def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, capl
                 raw.send(data)
                 assert raw.refusal()[0] is invalid
         assert fedloom.personalize(at, *examples(1)).card.round == 1
-    assert "Traceback" not in caplog.text
+    # gRPC's poller reports the closed event loops of earlier tests in this process
+    assert not [r for r in caplog.records if r.exc_info and "PollerCompletionQueue" not in r.getMessage()]
 
 
 def test_a_full_queue_returns_a_retry_time(run: Path) -> None:
@@ -861,7 +862,7 @@ def test_the_command_line_requests_and_saves_a_model(tmp_path: Path, run: Path, 
         ({"epsilon": 0.0}, ("epsilon", "0.0")),
         ({"out": tmp_path / "x", "epsilon": 1.0}, ("--epsilon", "--out")),
         ({"out": tmp_path / "x", "ledger": tmp_path / "l"}, ("--ledger", "--out")),
-        ({"epsilon": 1.0, "clip": 1.0, "budget": 1.0}, ("budget", "ledger")),
+        ({"epsilon": 1.0, "set_": ["clip=1"], "budget": 1.0}, ("budget", "ledger")),
         ({"where": "nowhere:0"}, ("HOST:PORT",)),
     ):
         given: dict[str, Any] = {
