@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import signal
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -272,50 +272,46 @@ def test_saves_are_private(tmp_path: Path) -> None:
 # --- killed processes -------------------------------------------------------------------------------------------------
 
 
-EVERY_S = 0.2
+STEPS = 4000
 
 
-def visit_in_child(visits: Visits, folder: Path, out: Path) -> int:
-    """Fork a process that trains, and writes the time of each step; return its id."""
+def visit_in_child(visits: Visits, folder: Path, out: Path, at: int) -> None:
+    """Train in a forked process that writes whether each step is saved, and kills itself ``at`` a step."""
     pid = os.fork()
     if pid:
-        return pid
-    try:
-        with out.open("w", buffering=1) as times:
+        os.waitpid(pid, 0)
+        return
+    with out.open("w", buffering=1) as steps:
 
-            class Timed(Counting):
-                def begin(self, *question: Any) -> Saved:
-                    found = super().begin(*question)
-                    due = found.is_due
+        class Recorded(Counting):
+            def begin(self, *question: Any) -> Saved:
+                saved = super().begin(*question)
+                due, count = saved.is_due, itertools.count(1)
 
-                    def is_due(*, finished: bool = False) -> bool:
-                        times.write(f"{time.monotonic()}\n")
-                        return due(finished=finished)
+                def is_due(*, finished: bool = False) -> bool:
+                    is_saved = due(finished=finished)
+                    steps.write(f"{is_saved:d}\n")
+                    if next(count) == at:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return is_saved
 
-                    found.is_due = is_due  # type: ignore[method-assign]
-                    return found
+                saved.is_due = is_due  # type: ignore[method-assign]
+                return saved
 
-            visits.ask(visits.side(Timed(folder, every_s=EVERY_S)))
-    finally:
-        os._exit(0)
+        visits.ask(visits.side(Recorded(folder, every_s=0.02)))
+    os._exit(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_process_loses_little_time(tmp_path: Path, seed: int) -> None:
-    """SIGKILL at a random moment: the steps since the last save took at most the seconds that may be lost."""
-    visits = Visits(steps=4000)
+def test_killed_process_repeats_the_steps_since_its_last_save(tmp_path: Path, seed: int) -> None:
+    visits, at = Visits(steps=STEPS), random.Random(seed).randint(STEPS // 2, STEPS - 1)
     visits.data = visits.data[:1]
     expected = visits.ask(visits.side(None))
-    pid = visit_in_child(visits, tmp_path / "saves", tmp_path / "times")
-    time.sleep(random.Random(seed).uniform(2.5, 4) * EVERY_S)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    times = [float(line) for line in (tmp_path / "times").read_text().splitlines() if "." in line]
-    assert len(times) < 4000, "the process had finished before it was killed"
+    visit_in_child(visits, tmp_path / "saves", tmp_path / "steps", at)
+    *before, _ = (tmp_path / "steps").read_text().split()
+    assert len(before) == at - 1
+    last = len(before) - before[::-1].index("1")
     saves = Counting(tmp_path / "saves")
     assert equal(visits.ask(visits.side(saves)), expected)
-    repeated = len(times) - (4000 - saves.steps)
-    assert 4000 - saves.steps > 0
-    lost = times[-1] - times[-1 - repeated]
-    assert lost <= EVERY_S, f"{repeated} steps, which took {lost:.2f} s, were made again"
+    assert saves.steps == STEPS - last
