@@ -272,7 +272,7 @@ def test_saves_are_private(tmp_path: Path) -> None:
 # --- killed processes -------------------------------------------------------------------------------------------------
 
 
-STEPS = 4000
+STEPS = 1500
 
 
 def visit_in_child(visits: Visits, folder: Path, out: Path, at: int) -> None:
