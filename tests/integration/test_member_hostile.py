@@ -401,7 +401,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Wire:
     return found
 
 
-def hostile_to(name: str, folder: Path, members: Path, keys: ClientOptions) -> tuple[Hostile, dict[str, Any]]:
+def hostile_to(
+    name: str, folder: Path, found: Wire, members: Path, keys: ClientOptions
+) -> tuple[Hostile, dict[str, Any]]:
     """Return a hostile aggregator that begins with an experiment which the policy of this name allows."""
     policy, experiment, _ = POLICIES[name]
     (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
@@ -411,10 +413,11 @@ def hostile_to(name: str, folder: Path, members: Path, keys: ClientOptions) -> t
     hostile = Hostile(experiment, packed, options)
     if name == "asked":
         approvals = Approvals(folder / "kept")
-        assert waited(lambda: len(approvals.known()) == 1, 30)
+        assert waited(lambda: len(approvals.known()) == 1, 60)
         approvals.decide(None, "approved")
+        assert waited(lambda: len(found.parts("hello")) > 1, 60)  # it left, and comes again
     assert hostile.joined()
-    time.sleep(0.5)  # a worker that waits for approval leaves within this time
+    time.sleep(0.5)  # a stream that another one replaces ends within this time
     assert hostile.joined()
     return hostile, experiment
 
@@ -422,7 +425,7 @@ def hostile_to(name: str, folder: Path, members: Path, keys: ClientOptions) -> t
 def check(
     name: str, attack: Callable[..., None], folder: Path, found: Wire, members: Path, keys: ClientOptions
 ) -> None:
-    hostile, experiment = hostile_to(name, folder, members, keys)
+    hostile, experiment = hostile_to(name, folder, found, members, keys)
     try:
         attack(hostile, experiment)
         POLICIES[name][2](found, folder)
@@ -454,7 +457,7 @@ def test_an_honest_question_is_answered(
     name: str, tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
 ) -> None:
     """Otherwise the tests above would prove nothing."""
-    hostile, _ = hostile_to(name, tmp_path, members, keys)
+    hostile, _ = hostile_to(name, tmp_path, recorded, members, keys)
     try:
         found = hostile.ask(SharedModel(hostile.model()), seconds=120)
         assert not isinstance(found, Lost), found
@@ -467,13 +470,13 @@ def test_an_honest_question_is_answered(
 def test_a_declined_worker_is_in_the_status_and_joins_once_the_experiment_fits(
     tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
 ) -> None:
-    hostile, experiment = hostile_to("sums", tmp_path, members, keys)
+    hostile, experiment = hostile_to("sums", tmp_path, recorded, members, keys)
     try:
         hostile.become(BASE)
-        assert waited(lambda: "w" in hostile.server.activity().declined, 10)
+        assert waited(lambda: "w" in hostile.server.activity().declined, 60)
         assert mentions(hostile.server.activity().declined["w"], "policy.yaml:1: only_sums")
         hostile.become(experiment)
-        assert waited(lambda: bool(hostile.server.workers()) and not hostile.server.activity().declined, 20)
+        assert waited(lambda: bool(hostile.server.workers()) and not hostile.server.activity().declined, 60)
         assert hostile.error is None
     finally:
         hostile.stop_worker()
@@ -483,14 +486,14 @@ def test_a_declined_worker_is_in_the_status_and_joins_once_the_experiment_fits(
 def test_a_refused_experiment_disconnects_and_an_approved_one_connects_again(
     tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
 ) -> None:
-    hostile, _ = hostile_to("asked", tmp_path, members, keys)
+    hostile, _ = hostile_to("asked", tmp_path, recorded, members, keys)
     try:
         approvals = Approvals(tmp_path / "kept")
         (known,) = approvals.known()
         text = json.dumps(known.experiment, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         assert known.digest == experiment_digest(text)
         approvals.decide(known.digest, "refused")
-        assert waited(lambda: not hostile.server.workers(), 10)
+        assert waited(lambda: not hostile.server.workers(), 60)
         approvals.decide(known.digest, "approved")
         assert hostile.joined()
         assert not isinstance(hostile.ask(SharedModel(hostile.model()), seconds=120), Lost)
@@ -505,7 +508,7 @@ def test_without_a_file_only_sums_ends_the_worker(
     options = WorkerOptions(packed=(members / "s0",), only_sums=True, trust=keys)
     hostile = Hostile(BASE, members / "s0", options)
     try:
-        assert waited(lambda: hostile.error is not None, 30)
+        assert waited(lambda: hostile.error is not None, 60)
         assert isinstance(hostile.error, RefusedError)
         assert mentions(str(hostile.error), "only_sums")
         assert mentions(recorded.parts("declined")[0].reason, "secure aggregation")
