@@ -81,6 +81,17 @@ def test_the_best_round_is_the_one_that_members_are_told(tmp_path: Path, parts: 
     kept.end()
 
 
+def test_a_standing_that_is_repeated_writes_nothing(tmp_path: Path, parts: Any) -> None:
+    kept = kept_in(tmp_path / "models", parts)
+    keep(kept, parts, 10)
+    files = sorted(path for path in (tmp_path / "models").rglob("*") if path.is_file())
+    before = [path.stat().st_mtime_ns for path in files]
+    for told in (10, None, 10, 7, 10):
+        kept.told(best(told))
+    assert [path.stat().st_mtime_ns for path in files] == before
+    assert rounds(tmp_path / "models") == {"last": 10, "best": 10}
+
+
 @pytest.mark.parametrize("told", [None, 5, 20])
 def test_a_worker_that_missed_the_best_round_keeps_what_it_has(tmp_path: Path, parts: Any, told: int | None) -> None:
     kept = kept_in(tmp_path / "models", parts)

@@ -22,6 +22,7 @@ from fedloom.errors import DataError, ExperimentError, RefusedError
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import parse_experiment
 from fedloom.federation.transport import ConversationKey, Declined
+from fedloom.member import guard
 from fedloom.member.approvals import MISSING, Approvals, experiment_differences, experiment_digest
 from fedloom.member.guard import RESERVE, PolicyEnforcer, code_refusals, refusals
 from fedloom.member.policy import Hours, Policy, PolicyFile, code_digest, load_policy, only_sums_policy
@@ -221,6 +222,15 @@ def test_a_damaged_count_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"bytes": ', '"bytes": 1'))
     with refusing(DataError, RECORD):
         Usage(tmp_path)
+
+
+def test_rounds_that_an_aggregator_invents_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "ROUNDS", 50)
+    member = PolicyEnforcer(policy(tmp_path, "traffic: {per_round: 1000}"))
+    for round in range(500):
+        assert member.charge(ConversationKey(round, 1, 0, "train"), 600) is None
+    assert mentions(str(member.charge(ConversationKey(499, 2, 0, "train"), 600)), "traffic.per_round", 1200)
+    assert len(member._rounds) == 50
 
 
 def test_a_rounds_bytes_are_counted_over_repetitions(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ log = logging.getLogger("fedloom.member")
 RETRY_S = 60.0
 """Seconds after which a worker asks an open federation again whose experiment its policy refuses."""
 
+ROUNDS = 10_000
+"""Rounds whose bytes are counted, oldest first to be forgotten: an aggregator may name any round."""
+
 RESERVE = 4096
 """Bytes of a day that are left for the reason why the worker disconnects."""
 
@@ -266,6 +269,8 @@ class PolicyEnforcer:
             if traffic.per_day is not None and (today := self._usage.today + size + RESERVE) > traffic.per_day:
                 return f"{self.file.place('traffic', 'per_day')}: this day would need {today} bytes"
             self._rounds[self._run, key.round] = used
+            if len(self._rounds) > ROUNDS:
+                del self._rounds[next(iter(self._rounds))]
         return None
 
     # --- joining

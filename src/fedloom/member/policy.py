@@ -1,4 +1,4 @@
-"""Policy of a member: what its worker agrees to, as a YAML file (docs/member.md)."""
+"""Policy of a member: a YAML file of limits within which its worker takes part (docs/member.md)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class PolicyPrivacy(Settings):
 
 
 class Policy(Settings):
-    """What a member's worker agrees to; a key that is left out allows everything."""
+    """Limits within which a member's worker takes part; a key that is left out sets no limit."""
 
     methods: tuple[str, ...] | dict[str, str | None] | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""What a member's worker has used: bytes of the day, and the privacy that its clients have spent."""
+"""Record of a member's worker: bytes sent and received today, and the privacy that its clients have spent."""
 
 from __future__ import annotations
 

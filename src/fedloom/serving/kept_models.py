@@ -92,7 +92,8 @@ class KeptModels:
             if standing.best_round != self._best_round:
                 self._best_round = standing.best_round
                 for client, files in self._files.items():
-                    if self._rounds[client]["last"] == self._best_round:
+                    rounds = self._rounds[client]
+                    if rounds["last"] == self._best_round != rounds["best"]:
                         self._try(client, lambda: self._keep_best(client, files))  # noqa: B023
 
     def end(self) -> None:
