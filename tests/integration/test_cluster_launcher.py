@@ -385,10 +385,14 @@ def told(phase, round, **more):
     now = Activity("small", "toy", phase, 0.0, 0.0, round=round, rounds=4, workers=workers, **more)
     return wire.WatchResponse(activity=to_wire(now))
 
-def watch(request, context):
-    yield told("training", 1)
-    while not Path(sys.argv[1]).exists():
+def until_exists(path):
+    while not Path(path).exists():
         time.sleep(0.05)
+
+def watch(request, context):
+    until_exists(sys.argv[1])
+    yield told("training", 1)
+    until_exists(sys.argv[2])
     yield told("finished", 4, measured=LastEvaluation(4, {"seen": Group(2, accuracy_pooled=0.5, pooled=0.5)}))
 
 reads, writes = wire.WatchRequest.FromString, wire.WatchResponse.SerializeToString
@@ -397,27 +401,26 @@ server = grpc.server(ThreadPoolExecutor(4))
 server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(CONTROL, {WATCH: handler})])
 server.add_insecure_port(sys.argv[sys.argv.index("--listen") + 1])
 server.start()
-while not Path(sys.argv[1]).exists():
-    time.sleep(0.05)
+until_exists(sys.argv[2])
 time.sleep(1)
 """
-"""An aggregator of which only the progress is real."""
+"""An aggregator of which only the progress is real. Its training begins and ends when two files exist."""
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_progress_is_shown_inside_and_outside_of_the_cluster(world: World, inside: bool) -> None:
-    script, go = world.folder / "aggregator.py", world.folder / "go"
+    script, begin, end = (world.folder / name for name in ("aggregator.py", "begin", "end"))
     script.write_text(AGGREGATOR)
-    world.program(aggregator=f'exec {sys.executable} {script} {go} "$@"')
+    world.program(aggregator=f'exec {sys.executable} {script} {begin} {end} "$@"')
     ended = in_background(world.launcher(inside=inside).run)
+    until(lambda: any(line.startswith("aggregator: running") for line in world.said), "the pods' phases")
+    begin.touch()
     until(lambda: any(line.startswith("training: round 1/4, workers: 2") for line in world.said), "progress")
-    (running,) = [i for i, line in enumerate(world.said) if line.startswith("aggregator: running")][-1:]
-    assert running < world.said.index("training: round 1/4, workers: 2")  # pods are reported earlier
     assert (("get", "pods/portforward") in world.cluster.api.requests) is not inside
     seen = federations.federation_progress(Api(), federations.find_federation(Api(), "run-1"))
     assert seen is not None
     assert (seen.phase, seen.round, seen.rounds) == ("training", 1, 4)
-    go.touch()
+    end.touch()
     assert ended() is None
     assert any(line.startswith("after round 4") for line in world.said)
 
