@@ -40,14 +40,14 @@ def test_the_newest_protocol_in_common_is_chosen(monkeypatch, ours, theirs):
         hello = wire.Hello(protocol=newest, oldest_protocol=oldest, package="x", algorithms={"toy": 1})
         if newest == 0 or oldest > newest:
             with pytest.raises(NotAdmitted) as refusal:
-                versions.agree(hello, "toy", 1)
+                versions.negotiate(hello, "toy", 1)
             assert refusal.value.part.code == wire.REFUSAL_CODE_HELLO
             assert not refusal.value.too_new
         elif both:
-            assert versions.agree(hello, "toy", 1) == max(both)
+            assert versions.negotiate(hello, "toy", 1) == max(both)
         else:
             with pytest.raises(NotAdmitted) as refusal:
-                versions.agree(hello, "toy", 1)
+                versions.negotiate(hello, "toy", 1)
             part = refusal.value.part
             assert part.code == wire.REFUSAL_CODE_PROTOCOL
             assert (part.protocol, part.oldest_protocol) == ours

@@ -87,7 +87,7 @@ class UpgradeAwaitedError(ConnectionError):
     """The aggregator must be upgraded before this worker can join."""
 
 
-def agree(hello: wire.Hello, algorithm: str, version: int) -> int:
+def negotiate(hello: wire.Hello, algorithm: str, version: int) -> int:
     """Return the protocol for a worker's stream.
 
     Raise NotAdmitted if there is none in common, or the worker has another version of the run's algorithm.

@@ -122,7 +122,7 @@ class Admission:
     def judge(self, hello: wire.Hello) -> int:
         """Return the protocol for a worker's stream; raise NotAdmitted if the worker cannot join."""
         try:
-            protocol = versions.agree(hello, self._run.algorithm, self._run.version)
+            protocol = versions.negotiate(hello, self._run.algorithm, self._run.version)
         except NotAdmitted as refusal:
             if refusal.too_new:
                 self._dispatcher.note_too_new(printable(hello.worker, NAME_CHARACTERS), str(refusal))
