@@ -35,6 +35,7 @@ from fedloom.transport.stream import (
     parse_welcome,
     refusal_error,
 )
+from fedloom.transport.versions import FIXED, SPOKEN, PredecessorError, UpgradeAwaitedError
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerRequest
 
@@ -47,6 +48,7 @@ CERTAIN = 3  # consecutive failed verifications that count as final: a transmiss
 LEAVE_S = 5.0  # how long we wait for an aggregator to end the stream that we leave
 DECLINED_S = 0.1  # how often a member's conditions are checked
 CHANGED_S = 1.0  # how often certificate and token files are checked for changes
+UPGRADE_S = 30.0  # how long a worker that is too new waits before it asks again
 GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
 
 
@@ -109,8 +111,10 @@ class WorkerConnection:
         self._book = AnswerBook(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
-        self._hello = introduction.hello()
-        size = len(self._introduction())
+        self._introduction = introduction
+        self._spoken = SPOKEN  # protocols that the next Hello names
+        self._awaited = ""  # why the aggregator must be upgraded, as last logged
+        size = len(self._hello())
         if size > FRAME_BYTES:
             raise RefusedError(
                 f"worker {introduction.worker}: introducing {len(introduction.clients)} clients takes "
@@ -180,14 +184,13 @@ class WorkerConnection:
 
     # ---- the event loop's thread
 
-    def _introduction(self) -> bytes:
+    def _hello(self) -> bytes:
         """Return the Hello: our identity, and the open conversations that we have received completely."""
-        hello = wire.Hello(held_of=self.incarnation, held=self._book.held())
-        hello.MergeFrom(self._hello)
+        hello = self._introduction.hello(self._spoken)
+        alone = seal_frame(serialize(wire.WorkerPart(hello=hello)))
+        hello.MergeFrom(wire.Hello(held_of=self.incarnation, held=self._book.held()))
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
-        if len(data) > FRAME_BYTES and hello.held:  # too long: the conversations are sent again instead
-            return seal_frame(serialize(wire.WorkerPart(hello=self._hello)))
-        return data
+        return alone if len(data) > FRAME_BYTES else data  # too long: the conversations are sent again instead
 
     def _gather(self) -> None:
         assert self._loop is not None
@@ -221,9 +224,13 @@ class WorkerConnection:
                 absence = _Absence(self._address, self._reconnect_s)
             if self._gate is not None and self._gate.ended is not None:
                 return self._gate.ended
+            self._spoken = SPOKEN
             is_over = await self._hold_once(absence)
             if isinstance(is_over, Finished | FedloomError):
                 return is_over
+            if is_over is None:
+                absence = _Absence(self._address, self._reconnect_s)
+                continue
             was_up, self._book.outbox = self._book.outbox is not None, None
             if was_up:
                 absence = _Absence(self._address, self._reconnect_s)
@@ -242,8 +249,11 @@ class WorkerConnection:
             await asyncio.sleep(CHANGED_S)
         return bool(logged)
 
-    async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str:
-        """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect."""
+    async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str | None:
+        """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect.
+
+        Return None after waiting for the aggregator to be upgraded.
+        """
         try:
             if await self._hold():
                 return Finished()
@@ -258,6 +268,16 @@ class WorkerConnection:
             if isinstance(error, RefusedError) and has_changed:
                 return str(error)  # connect again with the current content of the files
             return error
+        except PredecessorError:
+            self._spoken = FIXED
+            return await self._hold_once(absence)
+        except UpgradeAwaitedError as error:
+            if str(error) != self._awaited:
+                log.warning("waiting for the aggregator at %s to be upgraded: %s", self._address, error)
+            self._awaited = str(error)
+            self._refused = None
+            await asyncio.sleep(UPGRADE_S)
+            return None
         except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
             if isinstance(error, _RetryLaterError):
                 absence.last_seen = time.monotonic()
@@ -294,11 +314,12 @@ class WorkerConnection:
             tasks: list[asyncio.Task[Any]] = []
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):  # includes writing, which blocks on a dead connection
-                    await write(self._introduction())
-                    welcome = parse_welcome(self._address, await self._next(call))
-                outbox = self._book.open(welcome)
-                self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
-                log.info("joined run %s at %s", welcome.run, self._address)
+                    await write(self._hello())
+                    data = await self._next(call)
+                    joined = parse_welcome(self._address, data, self._spoken, self._introduction.algorithms)
+                outbox = self._book.open(joined)
+                self.events.put(joined)
+                log.info("joined run %s at %s, protocol %d", joined.run, self._address, joined.protocol)
                 reader, watcher = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
                 tasks += [reader, watcher, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
