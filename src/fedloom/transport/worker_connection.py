@@ -18,11 +18,13 @@ from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
 from fedloom.federation.standing import Standing
 from fedloom.federation.transport import ConversationKey, Gate, Lost
+from fedloom.federation.worker_observer import WorkerObserver
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial, stream
 from fedloom.transport.codec import encode
 from fedloom.transport.dial import CHANNEL_OPTIONS, FINAL, LIMITED, REFUSALS, RETRYABLE, connection_failure, hint
+from fedloom.transport.frame_meter import FrameMeter
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, read_parts, seal_frame, serialize
 from fedloom.transport.limits import Bandwidth, BandwidthLimiter
 from fedloom.transport.stream import (
@@ -36,6 +38,7 @@ from fedloom.transport.stream import (
     refusal_error,
 )
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.worker_probes import probes_served
 from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerRequest
 
 log = logging.getLogger("fedloom.transport.worker")
@@ -47,6 +50,7 @@ CERTAIN = 3  # consecutive failed verifications that count as final: a transmiss
 LEAVE_S = 5.0  # how long we wait for an aggregator to end the stream that we leave
 DECLINED_S = 0.1  # how often a member's conditions are checked
 CHANGED_S = 1.0  # how often certificate and token files are checked for changes
+DISCONNECTED = {"data": {"event": "disconnected"}}  # of log lines
 GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
 
 
@@ -86,6 +90,8 @@ class WorkerConnection:
         bandwidth: Bandwidth | None,
         gate: Gate | None = None,
         told: Callable[[Standing], None] = lambda standing: None,
+        observer: WorkerObserver | None = None,
+        health: str | None = None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
         """Events for the session's thread; an error ends the worker."""
@@ -94,6 +100,8 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
+        self.observer = observer or WorkerObserver()
+        self._health = health
         self._told = told  # called with the standing of the federation, in the event loop's thread
         self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
@@ -150,6 +158,8 @@ class WorkerConnection:
         together; :meth:`flush` sends all that are ready.
         """
         self._book.ready.append((request, row, client, answer if isinstance(answer, Lost) else encode(answer)))
+        if isinstance(answer, Lost):
+            self.observer.lost(client, answer.reason)
         if not self._gathering:
             self._gathering = True
             self._post(self._gather)
@@ -211,7 +221,8 @@ class WorkerConnection:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._ready.set()
-        self.events.put(await self._connect_until_over())
+        async with probes_served(self._health, lambda: self._book.outbox is not None):
+            self.events.put(await self._connect_until_over())
 
     async def _connect_until_over(self) -> Finished | FedloomError:
         """Open one stream after another; return the end of the run, or the error that ends the worker."""
@@ -229,6 +240,7 @@ class WorkerConnection:
                 absence = _Absence(self._address, self._reconnect_s)
             if absence.left_s <= 0:
                 return self._refused or absence.error(is_over)
+            self.observer.disconnected(is_over)
             absence.log(is_over, was_up=was_up)
             await asyncio.sleep(absence.backoff_s())
 
@@ -237,7 +249,8 @@ class WorkerConnection:
         logged = ""
         while gate.ended is None and (reason := await asyncio.to_thread(gate.closed)) is not None:
             if reason != logged:
-                log.info("not connected: %s", reason)
+                self.observer.disconnected(reason, allowed=False)
+                log.info("not connected: %s", reason, extra=DISCONNECTED)
                 logged = reason
             await asyncio.sleep(CHANGED_S)
         return bool(logged)
@@ -281,14 +294,16 @@ class WorkerConnection:
             connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
         except RefusedError as error:  # our certificate has expired
             raise _VerificationError(str(error), error, certain=True) from None
+        sent, self._received = FrameMeter(self.observer, sending=True), FrameMeter(self.observer, sending=False)
         async with connection.channel as channel:
 
             async def write(frame: bytes) -> None:
                 if self._gate is not None and not self._gate.count(len(frame), sending=True):
                     return
-                await self._up.free()
-                self._up.charge(len(frame))
-                await call.write(frame)
+                with sent.writing(frame):
+                    await self._up.free()
+                    self._up.charge(len(frame))
+                    await call.write(frame)
 
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=connection.metadata)
             tasks: list[asyncio.Task[Any]] = []
@@ -298,7 +313,8 @@ class WorkerConnection:
                     welcome = parse_welcome(self._address, await self._next(call))
                 outbox = self._book.open(welcome)
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
-                log.info("joined run %s at %s", welcome.run, self._address)
+                self.observer.joined(welcome.run)
+                log.info("joined run %s at %s", welcome.run, self._address, extra={"data": {"event": "joined"}})
                 reader, watcher = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
                 tasks += [reader, watcher, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -329,7 +345,7 @@ class WorkerConnection:
 
     async def _decline(self, outbox: stream.Outbox, reader: asyncio.Task[bool], reason: str) -> None:
         """Tell the aggregator why we leave, in place of all that waits to be sent; it ends the stream."""
-        log.info("leaving the aggregator at %s: %s", self._address, reason)
+        log.info("leaving the aggregator at %s: %s", self._address, reason, extra=DISCONNECTED)
         self._book.forget()
         outbox.clear()
         declined = wire.Declined(reason=printable(reason, REASON_CHARACTERS))
@@ -369,6 +385,7 @@ class WorkerConnection:
         if data is grpc.aio.EOF:
             code, details, metadata = await call.code(), await call.details(), await call.trailing_metadata()
             raise self._failed(code, details, metadata or ()) or ConnectionError(connection_failure(code, details))
+        self._received.count(data)
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -443,10 +460,10 @@ class _Absence:
             message = (
                 "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), connecting"
             )
-            log.info(f"{message} for %.0f s", self._address, reason, self.left_s)
+            log.info(f"{message} for %.0f s", self._address, reason, self.left_s, extra=DISCONNECTED)
         elif gone_s >= self._next_notice:
             self._next_notice = 2 * gone_s
-            log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s)
+            log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s, extra=DISCONNECTED)
 
     def backoff_s(self) -> float:
         """Return the delay before the next attempt."""
