@@ -609,7 +609,7 @@ def test_an_invalid_port_is_reported():
 @pytest.mark.parametrize(
     ("change", "output"),
     [
-        ({"algorithms": {"toy": 2}}, ["toy", "2", "1"]),
+        ({"algorithms": {"toy": 0}}, ["toy", "0", "1", "install fedloom"]),
         ({"algorithms": {}}, ["toy"]),
     ],
 )

@@ -374,6 +374,7 @@ def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     yield from _totals(now)
     yield from (("worker", _worker(worker, now.time)) for worker in now.workers)
     yield from (("declined", f"{name}: {reason}") for name, reason in sorted(now.declined.items()))
+    yield from (("too new", f"{name}: {reason}") for name, reason in sorted(now.too_new.items()))
 
 
 def _clients(now: Activity) -> str:
@@ -437,8 +438,9 @@ def _privacy(now: Activity) -> Iterator[tuple[str, str]]:
 def _worker(worker: ConnectedWorker, now: float) -> str:
     whose = "" if worker.identity is None else f" of {worker.identity}"
     silent = "" if now - worker.sign < 30 else f", silent for {duration(now - worker.sign)}"
+    version = "" if worker.protocol is None else f"fedloom {worker.package} (protocol {worker.protocol}), "
     return (
-        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, "
+        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, {version}"
         f"connected for {duration(now - worker.since)}{silent}"
     )
 

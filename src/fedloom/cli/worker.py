@@ -127,7 +127,8 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
     clients = OwnClients.open(options.packed, options.observe)
     e = None if experiment is None else experiments.load_experiment(experiment)
     parts = None if e is None else parts_for_clients(e, clients)
-    check_allowed(options, e, parts, sends_class_counts=class_counts)
+    size = None if parts is None else parts.setup.model.layout.size * parts.setup.dtype.itemsize
+    check_allowed(options, e, size, sends_class_counts=class_counts)
     if e is not None and parts is not None:
         trained, measured = of_experiment(e, parts)
     typer.echo("The worker sends the aggregator its name, device and versions, and for each client")

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -122,10 +122,24 @@ class RunContext:
         return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.setup) for k in steps}
 
 
-def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> RunContext:
+CheckSize: TypeAlias = Callable[[int], None]
+"""Check of a model's size in bytes, which raises if it is refused."""
+
+
+def any_size(size: int) -> None:
+    """Accept a model of any size."""
+
+
+def make_parts(
+    experiment: Experiment,
+    manifest: Manifest,
+    trained_on: Manifest | None = None,
+    check_size: CheckSize = any_size,
+) -> RunContext:
     """Build the parts of an experiment from its manifest.
 
-    ``trained_on`` is the manifest that the run was trained with, if it is another.
+    ``trained_on`` is the manifest that the run was trained with, if it is another. ``check_size`` gets the model's size
+    in bytes and may raise, before parameters are allocated.
 
     Raise ExperimentError if the model does not fit the data, the method does not fit the model, or ``federation.until``
     does not fit the task.
@@ -137,6 +151,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     fitted_model = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
     spec = manifest.spec
     model, kind, targets = fitted_model.model, spec.kind, spec.targets
+    check_size(model.layout.size * DTYPE.itemsize)
     if model.raw_targets and targets is not None:
         targets = targets.raw()
         plan = evaluation_plan(

@@ -27,6 +27,7 @@ from fedloom.transport.codec import Assembler, Cutter, memory
 from fedloom.transport.frames import Refusal, WireError, serialize
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import Outbox, key_from_wire
+from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
 LEAST_PATIENCE_S = 2.0
@@ -109,6 +110,7 @@ class WorkerInfo:
     clients: Collection[str]
     device: str
     members: tuple[Member, ...] = ()
+    package: str = ""
 
 
 @dataclass(eq=False)
@@ -129,6 +131,8 @@ class Link:
 
     worker: WorkerInfo
     owner: str | None = None  # name of its identity, if any
+    protocol: int = PROTOCOL
+    """Version of the protocol that both sides use."""
     outbox: Outbox = field(default_factory=lambda: Outbox(HEARTBEAT))
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
     held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,20 +14,20 @@ from typing import Any
 import grpc
 
 from fedloom.core.words import REASON_CHARACTERS, printable
-from fedloom.errors import AbandonedError, FedloomError, RefusedError
+from fedloom.errors import FedloomError, RefusedError
 from fedloom.federation.standing import Standing
 from fedloom.federation.transport import ConversationKey, Gate, Lost
 from fedloom.federation.worker_observer import WorkerObserver
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial, stream
+from fedloom.transport.absence import DISCONNECTED, Absence
 from fedloom.transport.codec import encode
 from fedloom.transport.dial import CHANNEL_OPTIONS, FINAL, LIMITED, REFUSALS, RETRYABLE, connection_failure, hint
 from fedloom.transport.frame_meter import FrameMeter
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, read_parts, seal_frame, serialize
 from fedloom.transport.limits import Bandwidth, BandwidthLimiter
 from fedloom.transport.stream import (
-    LAST_BACKOFF_S,
     METHOD,
     SERVICE,
     Introduction,
@@ -37,6 +36,7 @@ from fedloom.transport.stream import (
     parse_welcome,
     refusal_error,
 )
+from fedloom.transport.versions import FIXED, SPOKEN, PredecessorError, UpgradeAwaitedError
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_probes import probes_served
 from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerRequest
@@ -44,13 +44,11 @@ from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerR
 log = logging.getLogger("fedloom.transport.worker")
 
 WELCOME_TIMEOUT_S = 30.0  # from connecting to the Welcome
-FIRST_BACKOFF_S = 0.1
-FIRST_NOTICE_S = 5.0  # when to log that we are still trying to connect; the interval doubles each time
 CERTAIN = 3  # consecutive failed verifications that count as final: a transmission error can break a handshake, too
 LEAVE_S = 5.0  # how long we wait for an aggregator to end the stream that we leave
 DECLINED_S = 0.1  # how often a member's conditions are checked
 CHANGED_S = 1.0  # how often certificate and token files are checked for changes
-DISCONNECTED = {"data": {"event": "disconnected"}}  # of log lines
+UPGRADE_S = 30.0  # how long a worker that is too new waits before it asks again
 GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
 
 
@@ -117,8 +115,10 @@ class WorkerConnection:
         self._book = AnswerBook(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
-        self._hello = introduction.hello()
-        size = len(self._introduction())
+        self._introduction = introduction
+        self._spoken = SPOKEN  # protocols that the next Hello names
+        self._awaited = ""  # why the aggregator must be upgraded, as last logged
+        size = len(self._hello())
         if size > FRAME_BYTES:
             raise RefusedError(
                 f"worker {introduction.worker}: introducing {len(introduction.clients)} clients takes "
@@ -190,14 +190,13 @@ class WorkerConnection:
 
     # ---- the event loop's thread
 
-    def _introduction(self) -> bytes:
+    def _hello(self) -> bytes:
         """Return the Hello: our identity, and the open conversations that we have received completely."""
-        hello = wire.Hello(held_of=self.incarnation, held=self._book.held())
-        hello.MergeFrom(self._hello)
+        hello = self._introduction.hello(self._spoken)
+        alone = seal_frame(serialize(wire.WorkerPart(hello=hello)))
+        hello.MergeFrom(wire.Hello(held_of=self.incarnation, held=self._book.held()))
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
-        if len(data) > FRAME_BYTES and hello.held:  # too long: the conversations are sent again instead
-            return seal_frame(serialize(wire.WorkerPart(hello=self._hello)))
-        return data
+        return alone if len(data) > FRAME_BYTES else data  # too long: the conversations are sent again instead
 
     def _gather(self) -> None:
         assert self._loop is not None
@@ -226,18 +225,22 @@ class WorkerConnection:
 
     async def _connect_until_over(self) -> Finished | FedloomError:
         """Open one stream after another; return the end of the run, or the error that ends the worker."""
-        absence = _Absence(self._address, self._reconnect_s)
+        absence = Absence(self._address, self._reconnect_s)
         while True:
             if self._gate is not None and await self._opened(self._gate):
-                absence = _Absence(self._address, self._reconnect_s)
+                absence = Absence(self._address, self._reconnect_s)
             if self._gate is not None and self._gate.ended is not None:
                 return self._gate.ended
+            self._spoken = SPOKEN
             is_over = await self._hold_once(absence)
             if isinstance(is_over, Finished | FedloomError):
                 return is_over
+            if is_over is None:
+                absence = Absence(self._address, self._reconnect_s)
+                continue
             was_up, self._book.outbox = self._book.outbox is not None, None
             if was_up:
-                absence = _Absence(self._address, self._reconnect_s)
+                absence = Absence(self._address, self._reconnect_s)
             if absence.left_s <= 0:
                 return self._refused or absence.error(is_over)
             self.observer.disconnected(is_over)
@@ -255,8 +258,11 @@ class WorkerConnection:
             await asyncio.sleep(CHANGED_S)
         return bool(logged)
 
-    async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str:
-        """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect."""
+    async def _hold_once(self, absence: Absence) -> Finished | FedloomError | str | None:
+        """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect.
+
+        Return None after waiting for the aggregator to be upgraded.
+        """
         try:
             if await self._hold():
                 return Finished()
@@ -271,6 +277,18 @@ class WorkerConnection:
             if isinstance(error, RefusedError) and has_changed:
                 return str(error)  # connect again with the current content of the files
             return error
+        except PredecessorError:
+            self._spoken = FIXED
+            return await self._hold_once(absence)
+        except UpgradeAwaitedError as error:
+            if str(error) != self._awaited:
+                text = "waiting for the aggregator at %s to be upgraded: %s"
+                log.warning(text, self._address, error, extra=DISCONNECTED)
+                self.observer.disconnected(f"waiting for the aggregator to be upgraded: {error}")
+            self._awaited = str(error)
+            self._refused = None
+            await asyncio.sleep(UPGRADE_S)
+            return None
         except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
             if isinstance(error, _RetryLaterError):
                 absence.last_seen = time.monotonic()
@@ -309,12 +327,14 @@ class WorkerConnection:
             tasks: list[asyncio.Task[Any]] = []
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):  # includes writing, which blocks on a dead connection
-                    await write(self._introduction())
-                    welcome = parse_welcome(self._address, await self._next(call))
-                outbox = self._book.open(welcome)
-                self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
-                self.observer.joined(welcome.run)
-                log.info("joined run %s at %s", welcome.run, self._address, extra={"data": {"event": "joined"}})
+                    await write(self._hello())
+                    data = await self._next(call)
+                    joined = parse_welcome(self._address, data, self._spoken, self._introduction.algorithms)
+                outbox = self._book.open(joined)
+                self.events.put(joined)
+                self.observer.joined(joined.run)
+                text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
+                log.info(text, joined.run, self._address, joined.protocol, extra=event)
                 reader, watcher = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
                 tasks += [reader, watcher, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -429,48 +449,6 @@ class WorkerConnection:
                 pass
             case other:
                 raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
-
-
-class _Absence:
-    """Reconnection policy: maximum duration, retry interval and log lines."""
-
-    def __init__(self, address: str, reconnect_s: float) -> None:
-        self.last_seen = time.monotonic()
-        self._address = address
-        self._reconnect_s = reconnect_s
-        self._attempts = 0
-        self._logged: set[str] = set()
-        self._next_notice = FIRST_NOTICE_S
-
-    @property
-    def left_s(self) -> float:
-        return self._reconnect_s - (time.monotonic() - self.last_seen)
-
-    def error(self, reason: str) -> AbandonedError:
-        return AbandonedError(
-            f"there has been no aggregator at {self._address} for {self._reconnect_s:g} s: {reason}",
-            hint="start it again (`fedloom aggregator`), then this worker",
-        )
-
-    def log(self, reason: str, *, was_up: bool) -> None:
-        """Log each reason once, and then at doubling intervals that we are still trying."""
-        gone_s = time.monotonic() - self.last_seen
-        if reason not in self._logged:
-            self._logged.add(reason)
-            message = (
-                "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), connecting"
-            )
-            log.info(f"{message} for %.0f s", self._address, reason, self.left_s, extra=DISCONNECTED)
-        elif gone_s >= self._next_notice:
-            self._next_notice = 2 * gone_s
-            log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s, extra=DISCONNECTED)
-
-    def backoff_s(self) -> float:
-        """Return the delay before the next attempt."""
-        backoff = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**self._attempts)
-        self._attempts = min(self._attempts + 1, 16)
-        wait_s: float = min(self.left_s, backoff * random.uniform(0.5, 1.0))
-        return max(0.0, wait_s)
 
 
 def _is_cut_short(error: Exception) -> bool:

@@ -13,7 +13,8 @@ from fedloom.federation.transport import ConversationKey, Gate, Lost
 from fedloom.messages import Message
 from fedloom.transport.codec import Assembler, Cutter, Encoded, group_answers, join_answers, read_specs
 from fedloom.transport.frames import ChunkView, Refusal, WireError, serialize
-from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
+from fedloom.transport.stream import HELD_CONVERSATIONS, Joined, Outbox, key_from_wire, key_to_wire
+from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
 REQUEST_BYTES = 4 << 30  # maximum memory of one request
@@ -130,6 +131,8 @@ class AnswerBook:
         self._gate = gate
         self.run = self.incarnation = ""
         """Run and aggregator process that admitted this worker last; empty before the first admission."""
+        self.protocol = PROTOCOL
+        """Version of the protocol of the current stream."""
         self.outbox: Outbox | None = None
         """Outbox of the current stream. Without one (None) nothing is sent, and the aggregator will ask again."""
         self.ready: deque[tuple[WorkerRequest, int, str, Encoded | Lost]] = deque()
@@ -137,11 +140,12 @@ class AnswerBook:
         self._pages: dict[ConversationKey, _Page] = {}
         self._cutter = Cutter(wire.WorkerPart)
 
-    def open(self, welcome: wire.Welcome) -> Outbox:
+    def open(self, welcome: Joined) -> Outbox:
         """Begin a stream and return its outbox; pages that belong to another aggregator process are removed."""
         if self.incarnation != welcome.incarnation:
             self._pages.clear()
         self.outbox, self.incarnation, self.run = Outbox(HEARTBEAT), welcome.incarnation, welcome.run
+        self.protocol = welcome.protocol
         return self.outbox
 
     def held(self) -> Iterator[wire.Held]:

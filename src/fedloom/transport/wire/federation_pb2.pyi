@@ -147,7 +147,7 @@ class StateVersion(_message.Message):
     def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., row: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held", "announced")
+    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held", "announced", "oldest_protocol")
     class AlgorithmsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class Hello(_message.Message):
     HELD_OF_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     package: str
     worker: str
@@ -175,7 +176,8 @@ class Hello(_message.Message):
     held_of: str
     held: _containers.RepeatedCompositeFieldContainer[Held]
     announced: _containers.RepeatedCompositeFieldContainer[Announced]
-    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., announced: _Optional[_Iterable[_Union[Announced, _Mapping]]] = ...) -> None: ...
+    oldest_protocol: int
+    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., announced: _Optional[_Iterable[_Union[Announced, _Mapping]]] = ..., oldest_protocol: _Optional[int] = ...) -> None: ...
 
 class Announced(_message.Message):
     __slots__ = ("train", "validation", "test", "labelled", "observer", "class_counts")
@@ -204,22 +206,32 @@ class Held(_message.Message):
     def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "incarnation", "experiment")
+    __slots__ = ("run", "incarnation", "experiment", "protocol")
     RUN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EXPERIMENT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     run: str
     incarnation: str
     experiment: str
-    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., experiment: _Optional[str] = ...) -> None: ...
+    protocol: int
+    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., experiment: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("code", "reason")
+    __slots__ = ("code", "reason", "protocol", "oldest_protocol", "algorithm", "algorithm_version")
     CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_VERSION_FIELD_NUMBER: _ClassVar[int]
     code: RefusalCode
     reason: str
-    def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    protocol: int
+    oldest_protocol: int
+    algorithm: str
+    algorithm_version: int
+    def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., reason: _Optional[str] = ..., protocol: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., algorithm: _Optional[str] = ..., algorithm_version: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("transfer", "envelope", "total_bytes", "remaining_s")
