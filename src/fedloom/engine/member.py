@@ -17,6 +17,9 @@ from fedloom.federation.transport import Gate, Guard
 class Membership(Gate, Guard, Protocol):
     """A member's policy at work (:class:`fedloom.member.guard.PolicyEnforcer`)."""
 
+    def spent(self) -> tuple[float, float] | None:
+        """Return a bound on the largest ε that a client has spent in the run, and its δ; None if it is not known."""
+
     def close(self) -> None:
         """Let another worker use the member's folder."""
 

@@ -30,7 +30,7 @@ from fedloom.member.policy import MEASURES, MOMENTS, PolicyFile, TrafficLimits, 
 from fedloom.member.usage import Usage
 from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.models.factories import is_permitted_to_send, permit_sent_factory
-from fedloom.privacy.accounting import Release, epsilon_of
+from fedloom.privacy.accounting import Release, epsilon_bound, epsilon_of
 from fedloom.privacy.settings import SMALLEST_SUM, TrainingPrivacy, least_survivors
 from fedloom.privacy.spent import Spent, TrainingCost
 from fedloom.privacy.tally import fits
@@ -223,7 +223,7 @@ class PolicyEnforcer:
     def closed(self) -> str | None:
         """Return why the worker must not be connected now; None if it may be. Callable from any thread."""
         if (hours := self.file.hours) is not None and not hours.contains(self._now().time()):
-            return f"{self.file.place('hours')}: it is outside {self.policy.hours}"
+            return f"{self.file.place('hours')}: it is outside {self.policy.hours}; waits until {hours.start:%H:%M}"
         limit = self.policy.traffic.per_day
         if limit is not None and (self._usage.today >= limit - RESERVE or self._full == self._now().date()):
             return f"{self.file.place('traffic', 'per_day')}: the {limit} bytes of this day are used up"
@@ -420,6 +420,19 @@ class PolicyEnforcer:
                 place = self.file.place("privacy", "epsilon_total")
                 raise DataError(f"{place}: is {most:g}, and with this answer ε would be {rounded_up(total)} in all")
         self._usage.spend(self._run, client, privacy, counts)
+
+    def spent(self) -> tuple[float, float] | None:
+        """Return a bound on the largest ε that a client has spent in the run, and its δ.
+
+        Return None if the policy counts none, or the package that accounts for samples is not installed.
+        """
+        if (wanted := self.policy.privacy) is None or self._privacy is None or not self._sizes:
+            return None
+        counts = {frozenset(self._usage.spent(self._run, client).items()) for client in self._sizes}
+        try:
+            return max(epsilon_bound(Counter(dict(each)), wanted.delta) for each in counts), wanted.delta
+        except ExperimentError:
+            return None
 
     def _ledger(self) -> Spent:
         wanted = self.policy.privacy
