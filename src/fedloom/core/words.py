@@ -92,6 +92,11 @@ def shortened(text: str, most: int = 60) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
+def first_sentence(docstring: str) -> str:
+    """Return the first paragraph of a docstring, which is a sentence, in one line and without marks of code."""
+    return " ".join(docstring.strip().split("\n\n")[0].split()).replace("``", "")
+
+
 def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
     """Return the value of a JSON text.
 
