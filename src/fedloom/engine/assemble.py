@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -38,6 +38,7 @@ from fedloom.federation.progress import Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
 from fedloom.federation.transport import Guard, ModelKeeper
+from fedloom.federation.worker_observer import WorkerObserver
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -121,10 +122,24 @@ class RunContext:
         return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.setup) for k in steps}
 
 
-def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> RunContext:
+CheckSize: TypeAlias = Callable[[int], None]
+"""Check of a model's size in bytes, which raises if it is refused."""
+
+
+def any_size(size: int) -> None:
+    """Accept a model of any size."""
+
+
+def make_parts(
+    experiment: Experiment,
+    manifest: Manifest,
+    trained_on: Manifest | None = None,
+    check_size: CheckSize = any_size,
+) -> RunContext:
     """Build the parts of an experiment from its manifest.
 
-    ``trained_on`` is the manifest that the run was trained with, if it is another.
+    ``trained_on`` is the manifest that the run was trained with, if it is another. ``check_size`` gets the model's size
+    in bytes and may raise, before parameters are allocated.
 
     Raise ExperimentError if the model does not fit the data, the method does not fit the model, or ``federation.until``
     does not fit the task.
@@ -136,6 +151,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     fitted_model = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
     spec = manifest.spec
     model, kind, targets = fitted_model.model, spec.kind, spec.targets
+    check_size(model.layout.size * DTYPE.itemsize)
     if model.raw_targets and targets is not None:
         targets = targets.raw()
         plan = evaluation_plan(
@@ -251,6 +267,7 @@ def client_side(
     revealed_sums: object = None,
     guard: Guard | None = None,
     models: ModelKeeper | None = None,
+    observer: WorkerObserver | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
@@ -258,6 +275,7 @@ def client_side(
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed_sums`` the sums that this process helped to
     reveal, None in a simulation. ``guard`` is the policy of a member. ``models`` keeps the clients' models.
+    ``observer`` is that of a worker.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -280,6 +298,9 @@ def client_side(
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         size = e.evaluation.batch_size
         measurements = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        if observer is not None:
+            names = [client.id for client in clients.clients]
+            observer.measured(names, measurements, algorithm.predictors, parts.plan)
         if guard is not None:
             measurements = guard.withhold(measurements, parts.plan)
         return measurements if e.federation.secure_aggregation is None else summed_metrics(measurements, parts.plan)

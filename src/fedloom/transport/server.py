@@ -44,7 +44,7 @@ HEALTH_REQUEST_BYTES = 256
 HEALTH_REQUEST_S = 1.0
 """Seconds a peer has to send its gRPC request."""
 
-HEALTH_PATH = "/healthz"
+HEALTH_PATH, READY_PATH = "/healthz", "/readyz"
 
 _HealthResponse = health_pb2.HealthCheckResponse
 
@@ -123,7 +123,7 @@ async def listening(
         )
     await server.start()
     try:
-        probes = None if health_address is None else Probes.start(health_address, state)
+        probes = None if health_address is None else Probes.start(health_address, state.probe)
     except ExperimentError:
         await server.stop(None)
         raise
@@ -170,9 +170,13 @@ class Health:
     async def probe(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a probe by HTTP with 200 while the server is serving, and with 503 otherwise."""
         assert scope["type"] == "http"
-        status = 404 if scope["path"] != HEALTH_PATH else 200 if self._serving else 503
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body"})
+        await answer_probe(send, 404 if scope["path"] != HEALTH_PATH else 200 if self._serving else 503)
+
+
+async def answer_probe(send: Any, status: int) -> None:
+    """Answer a probe by HTTP with a status."""
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,9 @@ class Probes:
     _task: asyncio.Task[None]
 
     @classmethod
-    def start(cls, address: str, state: Health) -> Probes:
+    def start(cls, address: str, probe: Any) -> Probes:
         """Serve health on ``host:port``; raise ExperimentError if the address is invalid or cannot be bound."""
-        server = HttpServer("health", address, state.probe, HttpLimits(connections=32))
+        server = HttpServer("health", address, probe, HttpLimits(connections=32))
         return cls(server, asyncio.create_task(server.serve([server.listener])))
 
     async def stop(self) -> None:
