@@ -28,7 +28,7 @@ from ports import free_address
 from prometheus_client.parser import text_string_to_metric_families
 from run_processes import ENVIRONMENT, FEDLOOM, ended, until
 from test_health_port import probe
-from test_member_hostile import BASE, NOISE, Hostile, Wire, changed
+from test_member_hostile import BASE, NOISE, Hostile, Wire, changed, keys, recorded
 from test_open_federation import CLASS_NAMES, Federation, members
 
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel
@@ -36,9 +36,9 @@ from fedloom.engine.options import WorkerOptions
 from fedloom.federation.standing import Standing
 from fedloom.member.cockpit import Cockpit, screen_lines
 from fedloom.member.worker_state import PHASES, StateObserver
-from fedloom.transport.receiver import Receiver
+from fedloom.security.options import ClientOptions
 
-__all__ = ["members"]
+__all__ = ["keys", "members", "recorded"]
 
 EXPERIMENT = f"""\
 name: vowels
@@ -273,20 +273,9 @@ def test_a_port_that_is_taken_ends_the_worker(federation: Federation, members: P
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    """Record all frames that aggregators of this process receive from joined workers."""
-    found, take = Wire(), Receiver.take
-
-    def recording(self: Receiver, link: Any, data: bytes) -> None:
-        found.frames.append(data)
-        take(self, link, data)
-
-    monkeypatch.setattr(Receiver, "take", recording)
-    return found
-
-
-def test_figures_equal_what_the_other_side_counts(tmp_path: Path, members: Path, recorded: Wire) -> None:
+def test_figures_equal_what_the_other_side_counts(
+    tmp_path: Path, members: Path, recorded: Wire, keys: ClientOptions
+) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump({"privacy": {"noise_multiplier": 1.5, "epsilon": 50.0}, "folder": "kept"}))
     cockpit = Cockpit("w")
@@ -294,7 +283,7 @@ def test_figures_equal_what_the_other_side_counts(tmp_path: Path, members: Path,
     class Watched(Hostile):
         observer = cockpit
 
-    options = WorkerOptions(packed=(members / "s0",), policy=policy)
+    options = WorkerOptions(packed=(members / "s0",), policy=policy, trust=keys)
     hostile = Watched(changed(BASE, federation=NOISE), members / "s0", options)
     assert hostile.joined()
     for _ in range(3):
@@ -309,6 +298,7 @@ def test_figures_equal_what_the_other_side_counts(tmp_path: Path, members: Path,
 
     until(equal, "the same bytes on both sides", 60)
     state = cockpit.state()
+    assert sum(state.sent.values()) == sum(map(len, recorded.frames))
     carried: Counter[str] = Counter()
     for begin in recorded.parts("begin"):
         carried[begin.envelope.message] += begin.total_bytes
@@ -321,6 +311,7 @@ def test_figures_equal_what_the_other_side_counts(tmp_path: Path, members: Path,
     assert spent is not None
     assert 0 < spent[0] < 50
     hostile.stop_worker()
+    hostile.server.stop()
     correct, total = measured.counts[0, :, 1, 0, :2].unbind(-1)  # type: ignore[union-attr]
     state = cockpit.state()
     hostile_accuracy = dict(zip(("personal", "global"), (correct / total).tolist(), strict=True))
