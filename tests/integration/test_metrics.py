@@ -26,8 +26,8 @@ from fedloom.engine.metrics import federation_families, metrics_served
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, ClientCounts, Group, LastEvaluation, PrivacySpent, Totals
 from fedloom.federation.standing import Standing
+from fedloom.federation.worker_record import OwnResult, WorkerState
 from fedloom.member.worker_metrics import worker_families
-from fedloom.member.worker_state import OwnResult, WorkerState
 from fedloom.tasks.names import ACCURACY
 from fedloom.transport.http_server import REQUEST_BYTES
 from fedloom.transport.personalization import ServingLoad
