@@ -137,6 +137,7 @@ def test_page_dashboard_and_alerts_name_existing_metrics() -> None:
     state.sent["updates"] = state.received["models"] = 1
     state.headline = ACCURACY
     there |= {sample.name for family in worker_families(state, (1.0, 1e-6)) for sample in family.samples}
+    there |= {"fedloom_worker_gpu_memory_bytes", "fedloom_worker_gpu_utilization"}  # where torch sees a GPU
     page = (ROOT / "docs" / "metrics.md").read_text()
     for path in (ROOT / "charts/fedloom/templates/monitoring.yaml", ROOT / "charts/fedloom/files/dashboard.json"):
         named = set(re.findall(r"fedloom_[a-z_]+", path.read_text()))
