@@ -476,6 +476,22 @@ def test_an_honest_question_is_answered(
         hostile.server.stop()
 
 
+def test_withheld_measurements_are_told_to_the_aggregator_after_each_joining(
+    tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
+) -> None:
+    hostile, experiment = hostile_to("quiet", tmp_path, recorded, members, keys)
+    try:
+        for _ in range(2):
+            assert waited(lambda: any(each.withheld for each in hostile.server.activity().workers), 60)
+            (worker,) = hostile.server.activity().workers
+            assert mentions(worker.withheld, "policy.yaml:", "metrics", "confusion", "calibration", "uncertainty")
+            assert "counts" not in worker.withheld
+            hostile.become(experiment)
+    finally:
+        hostile.stop_worker()
+        hostile.server.stop()
+
+
 def test_a_declined_worker_is_in_the_status_and_joins_once_the_experiment_fits(
     tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
 ) -> None:

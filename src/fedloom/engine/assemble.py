@@ -98,7 +98,7 @@ class RunContext:
             self.setup.dtype,
             1 if secure is None else secure.signature_bytes,
             federation.clients_per_round,
-            run=answers_digest(self.experiment, self.manifest),
+            run=answers_digest(self.experiment, self.manifest, self.algorithm.version),
             sizes={} if own else {entry.id: entry.train for entry in self.manifest.clients},
         )
 
@@ -336,11 +336,9 @@ def client_side(
 
 def _training_digest(parts: RunContext) -> bytes:
     """Return a digest of everything that shapes a local training, except its clients and messages."""
-    answers, constants = answers_digest(parts.experiment, parts.manifest), digests_of(parts.setup.model.constants)
-    facts = fingerprint(parts.experiment)
-    return digests.combined_digest(
-        answers.hex(), json.dumps([facts, constants, parts.algorithm.version], sort_keys=True)
-    )
+    answers = answers_digest(parts.experiment, parts.manifest, parts.algorithm.version)
+    facts, constants = fingerprint(parts.experiment), digests_of(parts.setup.model.constants)
+    return digests.combined_digest(answers.hex(), json.dumps([facts, constants], sort_keys=True))
 
 
 def in_process(
@@ -422,14 +420,17 @@ def run_digest(experiment: Experiment) -> str:
     return digests.short_digest(json.dumps(fixed, sort_keys=True).encode())
 
 
-def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
+def answers_digest(experiment: Experiment, manifest: Manifest, version: int) -> bytes:
     """Return a digest of all settings that shape a client's answer, as one side of a federation knows them.
 
-    Sides that differ only in a name, deadlines, or numbers of rounds and attempts have equal digests.
+    Sides that differ only in a name, deadlines, numbers of rounds and attempts, or the version of the fedloom package
+    have equal digests; those with another ``version`` of the method have others, and cannot be members of one sum.
     """
     settings = json.loads(experiment.shared_json())
     shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
     federation = {key: settings["federation"][key] for key in shaping}
     figures = manifest.spec.normalization
     description = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
+    if version > 1:  # release 0.1.0 does not digest it, and has only first versions
+        description["version"] = version
     return digests.combined_digest(json.dumps(description, sort_keys=True))

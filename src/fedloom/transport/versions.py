@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import fedloom
 from fedloom.core.words import REASON_CHARACTERS, printable
@@ -65,18 +66,11 @@ class NotAdmitted(Exception):
     """Refusal of a worker. ``too_new`` is True if the worker can join once this aggregator has been upgraded."""
 
     def __init__(
-        self,
-        reason: str,
-        code: wire.RefusalCode = wire.REFUSAL_CODE_HELLO,
-        *,
-        too_new: bool = False,
-        needed: wire.Refused | None = None,
+        self, reason: str, code: wire.RefusalCode = wire.REFUSAL_CODE_HELLO, *, too_new: bool = False, **needed: Any
     ) -> None:
         super().__init__(reason)
         self.too_new = too_new
-        self.part = wire.Refused(code=code, reason=reason)
-        if needed is not None:
-            self.part.MergeFrom(needed)
+        self.part = wire.Refused(code=code, reason=reason, **needed)
 
 
 class PredecessorError(ConnectionError):
@@ -100,19 +94,15 @@ def negotiate(hello: wire.Hello, algorithm: str, version: int) -> int:
     if (protocol := SPOKEN.choose(theirs)) is None:
         limits = f"needs protocol {theirs.oldest} or newer" if too_new else f"speaks protocol {theirs.newest} at most"
         reason = f"{package}, which {limits}, and this aggregator speaks {OLDEST} to {PROTOCOL}"
-        needed = wire.Refused(protocol=PROTOCOL, oldest_protocol=OLDEST)
-        raise NotAdmitted(f"{reason}: {_remedy(too_new)}", wire.REFUSAL_CODE_PROTOCOL, too_new=too_new, needed=needed)
+        reason, code = f"{reason}: {_remedy(too_new)}", wire.REFUSAL_CODE_PROTOCOL
+        raise NotAdmitted(reason, code, too_new=too_new, protocol=PROTOCOL, oldest_protocol=OLDEST)
     installed = hello.algorithms.get(algorithm)
     if installed != version:
         too_new = installed is not None and installed > version
         state = "not installed" if installed is None else f"version {installed}"
         reason = f"{package}, where algorithm {algorithm} is {state}, and the run needs version {version}"
-        raise NotAdmitted(
-            f"{reason}: {_remedy(too_new)}, or the package of the algorithm",
-            wire.REFUSAL_CODE_ALGORITHM,
-            too_new=too_new,
-            needed=wire.Refused(algorithm=algorithm, algorithm_version=version),
-        )
+        reason, code = f"{reason}: {_remedy(too_new)}, or the algorithm's package", wire.REFUSAL_CODE_ALGORITHM
+        raise NotAdmitted(reason, code, too_new=too_new, algorithm=algorithm, algorithm_version=version)
     return protocol
 
 
@@ -122,32 +112,20 @@ def _remedy(too_new: bool) -> str:
 
 
 def remedy(refused: wire.Refused, spoken: Protocols, algorithms: Mapping[str, int]) -> ConnectionError | None:
-    """Return how a worker continues after a refusal; None if it can never work.
-
-    Parameters
-    ----------
-    spoken
-        Protocols that its Hello named.
-    algorithms
-        Versions of its algorithms.
-    """
+    """Return how a worker continues after a refusal of its Hello, which named these; None if it can never work."""
     reason = printable(refused.reason, REASON_CHARACTERS)
     if refused.code == wire.REFUSAL_CODE_PROTOCOL:
         if not refused.protocol and spoken.newest > FIXED.newest >= spoken.oldest:
             return PredecessorError(reason)
         if refused.protocol < spoken.oldest:
             return UpgradeAwaitedError(reason)
-    if refused.code == wire.REFUSAL_CODE_ALGORITHM:
-        installed = algorithms.get(refused.algorithm, 0)
-        if 0 < refused.algorithm_version < installed:
-            return UpgradeAwaitedError(reason)
-    return None
+    newer = 0 < refused.algorithm_version < algorithms.get(refused.algorithm, 0)
+    return UpgradeAwaitedError(reason) if newer and refused.code == wire.REFUSAL_CODE_ALGORITHM else None
 
 
 def chosen(welcome: wire.Welcome, spoken: Protocols) -> int:
     """Return the protocol that an aggregator has chosen; raise WireError if the worker's Hello did not offer it."""
     protocol: int = welcome.protocol or FIXED.newest
     if not spoken.oldest <= protocol <= spoken.newest:
-        offer = f"{spoken.oldest} to {spoken.newest}"
-        raise WireError(Refusal.GARBAGE, f"a Welcome with protocol {protocol}, and we speak {offer}")
+        raise WireError(Refusal.GARBAGE, f"a Welcome with protocol {protocol}, which our Hello did not offer")
     return protocol

@@ -341,7 +341,10 @@ class WorkerConnection:
                 self.record.joined(joined.run)
                 text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
                 log.info(text, joined.run, self._address, joined.protocol, extra=event)
-                reader, watcher = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
+                reader, watcher = (
+                    asyncio.create_task(self._read(call)),
+                    asyncio.create_task(self._changed(connection, joined.protocol)),
+                )
                 tasks += [reader, watcher, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
                 if watcher.done() and (not reader.done() or reader.exception() is not None):
@@ -357,14 +360,19 @@ class WorkerConnection:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
 
-    async def _changed(self, connection: dial.ServerConnection) -> str | None:
+    async def _changed(self, connection: dial.ServerConnection, protocol: int) -> str | None:
         """Return once our credentials have changed, or the reason once the member's gate is closed.
 
-        Conversations continue on a new channel.
+        Tell the aggregator meanwhile what the member withholds. Conversations continue on a new channel.
         """
+        told = ""
         while await asyncio.to_thread(lambda: self._credentials.current) == connection.shown:
             if self._gate is not None and (reason := self._declined or await asyncio.to_thread(self._gate.closed)):
                 return reason
+            if self._gate is not None and self._gate.withheld != told and protocol >= 10 and self._book.outbox:
+                told = self._gate.withheld
+                withheld = wire.Withheld(reason=printable(told, REASON_CHARACTERS))
+                self._book.outbox.put_part(None, wire.WorkerPart(withheld=withheld))
             await asyncio.sleep(CHANGED_S if self._gate is None else DECLINED_S)
         log.info("reconnecting with the current content of the files")
         return None

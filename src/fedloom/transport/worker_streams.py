@@ -208,9 +208,8 @@ class WorkerStreams:
         """
         frames: dict[int, bytes] = {}
         for protocol in range(versions.OLDEST, versions.PROTOCOL + 1):
-            welcome = wire.Welcome(
-                run=run.name, incarnation=run.incarnation, experiment=run.experiment, protocol=protocol
-            )
+            welcome = wire.Welcome(run=run.name, incarnation=run.incarnation, experiment=run.experiment)
+            welcome.protocol = protocol
             frame = frames[protocol] = _frame(wire.AggregatorPart(welcome=welcome))
             if len(frame) > FRAME_BYTES:
                 size = f"{len(frame)} bytes on the wire, and at most {FRAME_BYTES} are allowed"
