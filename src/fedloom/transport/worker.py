@@ -154,7 +154,6 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 if session is not None:
                     session.close(event.key)
                 connection.closed.discard(event.key)
-                connection.record.closed(event.key)
     return False
 
 
