@@ -388,7 +388,7 @@ def test_every_allowed_standing_has_words() -> None:
 
 def test_texts_of_others_never_reach_the_terminal_raw() -> None:
     bad = "\x1b[2J\x1b]0;owned\x07\r\n\u202e[bold]x[/bold]\x9b31m"
-    observer = WorkerRecord(counts_bytes=True)
+    observer = WorkerRecord(in_detail=True)
     observer.joined(bad)
     observer.lost(bad, bad)
     observer.told(Standing("waiting"))
@@ -400,7 +400,7 @@ def test_texts_of_others_never_reach_the_terminal_raw() -> None:
 
 def test_names_of_messages_add_no_kinds_of_bytes() -> None:
     """An aggregator may name a message and a purpose as it likes."""
-    observer = WorkerRecord(counts_bytes=True)
+    observer = WorkerRecord(in_detail=True)
     for i in range(1000):
         for sending in (True, False):
             observer.moved(1, f"x{i}", f"p{i}", sending=sending)

@@ -75,11 +75,13 @@ class WorkerState:
 class WorkerRecord:
     """Record of what happens in a worker: events of its connection, and of its clients' work. Thread-safe.
 
-    With ``counts_bytes`` it counts bytes by kind, for which each frame is read once more.
+    What takes time, bytes by kind and the clients' results, is noted only ``in_detail``.
     """
 
-    def __init__(self, now: Callable[[], float] = time.time, *, counts_bytes: bool = False) -> None:
-        self.counts_bytes = counts_bytes
+    def __init__(self, now: Callable[[], float] = time.time, *, in_detail: bool = False) -> None:
+        self.in_detail = in_detail
+        self.listener: Callable[[Standing], None] = lambda standing: None
+        """Called with each standing, in the connection's thread."""
         self.spent: Callable[[], tuple[float, float] | None] = lambda: None  # ε and δ, where a policy counts them
         self._now = now
         self._lock = threading.Lock()
@@ -87,7 +89,7 @@ class WorkerRecord:
         self._turned = time.monotonic()
         self._transfers = 0
         self._values: dict[tuple[str, int], dict[str, float]] = {}  # of the last evaluation, by client
-        self._sums = frozenset(getattr(capability("sums"), "VOCABULARY", ())) if counts_bytes else frozenset()
+        self._sums = frozenset(getattr(capability("sums"), "VOCABULARY", ())) if in_detail else frozenset()
 
     def state(self) -> WorkerState:
         """Return a copy of the state."""
@@ -129,6 +131,7 @@ class WorkerRecord:
             if self._state.standing is None or standing.round != self._state.round:
                 self._state.round_at = self._now()
             self._state.standing, self._state.standing_at = standing, self._now()
+        self.listener(standing)
 
     def moved(self, size: int, message: str, purpose: str, *, sending: bool) -> None:
         """Count bytes on the wire that carry a message of a class, or a part of the protocol such as ``hello``."""
@@ -170,7 +173,7 @@ class WorkerRecord:
     ) -> None:
         """Note the measurements of a group of clients, before any is withheld or summed."""
         key, headline = self._state.asked, plan.task.headline
-        if key is None or key.purpose != EVALUATE:
+        if not self.in_detail or key is None or key.purpose != EVALUATE:
             return
         test, reading = SPLITS.index("test"), READINGS.index("unmasked")
         with self._lock:

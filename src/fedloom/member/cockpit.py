@@ -34,9 +34,6 @@ ROUNDS_EVERY_S = 60.0
 TITLES = {"personal": "personal model", "global": "shared model"}
 """Names of models in sentences."""
 
-NAME_WIDTH = 12
-"""Width of the names of facts, in characters."""
-
 
 class Cockpit(WorkerRecord):
     """Record of a worker that is shown (docs/member.md).
@@ -50,7 +47,7 @@ class Cockpit(WorkerRecord):
     """
 
     def __init__(self, worker: str, metrics: str | None = None) -> None:
-        super().__init__(counts_bytes=True)
+        super().__init__(in_detail=True)
         self._worker, self._metrics = worker, metrics
         self._evaluated: int | None = None  # rounds of the last lines, and the time of the last one about a round
         self._round, self._said = 0, -ROUNDS_EVERY_S
@@ -146,19 +143,18 @@ def screen_lines(state: WorkerState, worker: str, spent: tuple[float, float] | N
     facts += [("result", text) for text in _results(state)]
     facts += [("time", _times(state)), ("sent", _bytes(state.sent)), ("received", _bytes(state.received))]
     if spent is not None:
-        facts.append(("privacy", _privacy(spent)))
+        facts.append(("privacy", f"ε ≤ {rounded_up(spent[0])} at δ = {spent[1]:g}"))
     if state.lost:
         facts.append(("unanswered", f"{pluralize(state.lost, 'question')}; last {state.lost_reason}"))
     heading = Text(f"{worker} · {state.run or 'no run yet'}", "bold")
-    return [heading, *(Text(f"{name:<{NAME_WIDTH}}{text}", overflow="fold") for name, text in facts)]
+    return [heading, *(Text(f"{name:<12}{text}", overflow="fold") for name, text in facts)]
 
 
 def _peer(state: WorkerState) -> str:
     """Return the state of the aggregator, in words."""
     if not state.connected:
-        retries = state.run and state.allowed
-        lost = f"connection lost since {_clock(state.since)}, retrying" if retries else "not connected"
-        return f"{lost}: {state.reason}"
+        since = f"connection lost since {datetime.fromtimestamp(state.since):%H:%M}, retrying"
+        return f"{since if state.run and state.allowed else 'not connected'}: {state.reason}"
     return "connected" if state.standing is None else state.standing.in_words(state.standing_at)
 
 
@@ -187,13 +183,5 @@ def _bytes(counts: Any) -> str:
     return f"{decimal(sum(counts.values()))} ({parts})" if counts else "nothing"
 
 
-def _privacy(spent: tuple[float, float]) -> str:
-    return f"ε ≤ {rounded_up(spent[0])} at δ = {spent[1]:g}"
-
-
 def _sums_up(state: WorkerState) -> str:
     return f"{_times(state)}; sent {_bytes(state.sent)}; received {_bytes(state.received)}"
-
-
-def _clock(at: float) -> str:
-    return f"{datetime.fromtimestamp(at):%H:%M}"
