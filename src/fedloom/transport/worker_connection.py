@@ -107,6 +107,7 @@ class WorkerConnection:
         self._gate = gate
         self._declined: str | None = None  # reason to leave the aggregator that has admitted us
         self._book = AnswerBook(gate)
+        self._requests = RequestReader(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
         self._hello = introduction.hello()
@@ -181,11 +182,13 @@ class WorkerConnection:
     # ---- the event loop's thread
 
     def _introduction(self) -> bytes:
-        """Return the Hello: our identity, and the open conversations that we have received completely."""
-        hello = wire.Hello(held_of=self.incarnation, held=self._book.held())
+        """Return the Hello: our identity, and what we have received of the open conversations."""
+        hello = wire.Hello(held_of=self.incarnation, held=self._book.held(), partial=self._requests.partials())
         hello.MergeFrom(self._hello)
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
-        if len(data) > FRAME_BYTES and hello.held:  # too long: the conversations are sent again instead
+        if len(data) > FRAME_BYTES and (
+            hello.held or hello.partial
+        ):  # too long: the conversations are sent again instead
             return seal_frame(serialize(wire.WorkerPart(hello=self._hello)))
         return data
 
@@ -296,6 +299,8 @@ class WorkerConnection:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):  # includes writing, which blocks on a dead connection
                     await write(self._introduction())
                     welcome = parse_welcome(self._address, await self._next(call))
+                if welcome.incarnation != self.incarnation:
+                    self._requests.forget()
                 outbox = self._book.open(welcome)
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
                 log.info("joined run %s at %s", welcome.run, self._address)
@@ -313,6 +318,7 @@ class WorkerConnection:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._requests.interrupt()
                 call.cancel()
 
     async def _changed(self, connection: dial.ServerConnection) -> str | None:
@@ -331,6 +337,7 @@ class WorkerConnection:
         """Tell the aggregator why we leave, in place of all that waits to be sent; it ends the stream."""
         log.info("leaving the aggregator at %s: %s", self._address, reason)
         self._book.forget()
+        self._requests.forget()
         outbox.clear()
         declined = wire.Declined(reason=printable(reason, REASON_CHARACTERS))
         outbox.put_part(None, wire.WorkerPart(declined=declined))
@@ -373,22 +380,21 @@ class WorkerConnection:
 
     async def _read(self, call: Any) -> bool:
         """Read frames until the stream ends; return whether the run is over."""
-        requests = RequestReader(self._gate)
         while True:
             await self._down.free()
             for kind, part in read_parts(wire.AggregatorFrame, await self._next(call)):
                 if kind == "goodbye":
                     return True
-                self._take(requests, kind, part)
+                self._take(kind, part)
 
-    def _take(self, requests: RequestReader, kind: str, part: Any) -> None:
+    def _take(self, kind: str, part: Any) -> None:
         match kind:
             case "begin":
-                requests.begin(part)
+                self._requests.begin(part)
             case "chunk":
-                requests.add(part)
+                self._requests.add(part)
             case "end":
-                request = requests.end(part.transfer)
+                request = self._requests.end(part.transfer)
                 self._book.received(request)
                 self.events.put(request)
             case "again":
@@ -396,6 +402,7 @@ class WorkerConnection:
             case "close":
                 key = key_from_wire(part.conversation)
                 self._book.close(key)
+                self._requests.close(key)
                 self.closed.add(key)
                 self.events.put(Close(key))
             case "transfer_refused":
