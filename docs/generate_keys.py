@@ -11,18 +11,21 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from fedloom.algorithms.base import Algorithm, available, find_algorithm
+from fedloom.algorithms.base import available, find_algorithm
+from fedloom.algorithms.catalogue import PROTECTIONS, method_entries
 from fedloom.algorithms.local_sgd import RateSchedule
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.engine.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
+from fedloom.experiment.editor_schema import editor_schema
 from fedloom.experiment.search_space import Choices, Range, SearchSpace
 from fedloom.experiment.validation_errors import Schema
 from fedloom.kubeflow.pods import PodSettings, TaskPod
 from fedloom.tasks.names import TaskName
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
+SCHEMA = Path(__file__).parent / "experiment.schema.json"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
@@ -32,13 +35,6 @@ KUBEFLOW_PAGE = Path(__file__).parent / "kubeflow.md"
 
 SUMMED_WITH = {"drfa": {"replace": False, "gamma": 0}}
 """Settings with which a method's answers can be summed, where they cannot by default."""
-
-RULES = {
-    "secure sums": "sums_suffice",
-    "privacy of clients": "noisy_sums_suffice",
-    "privacy of examples": "example_privacy",
-}
-"""Methods of ``Algorithm`` that return why something cannot be, by column of the table of privacy."""
 
 MAPPINGS = {
     "data": ("source", "source.text", "own.inputs.NAME", "own.targets"),
@@ -250,16 +246,14 @@ def privacy_page(text: str) -> str:
 
 def _privacy_table() -> Iterator[str]:
     """Yield a table of the methods, and the reasons of those that a protection excludes."""
-    yield f"| method | {' | '.join(RULES)} |"
-    yield "|---" * (len(RULES) + 1) + "|"
-    for name in available():
-        method = find_algorithm(name)
-        settings = method.settings()
-        reasons = {title: getattr(method, rule)(settings) for title, rule in RULES.items()}
-        cells = ["yes" if why is None else f"no: {_as_reason(why)}" for why in reasons.values()]
-        if reasons["secure sums"]:  # the noise is that of a sum
+    yield f"| method | {' | '.join(PROTECTIONS)} |"
+    yield "|---" * (len(PROTECTIONS) + 1) + "|"
+    for entry in method_entries():
+        reasons = [entry.without.get(protection) for protection in PROTECTIONS]
+        cells = ["yes" if why is None else f"no: {_as_reason(why)}" for why in reasons]
+        if reasons[0]:
             cells[1] = "no, for the same reason"
-        yield f"| `{name}` | {' | '.join(cells)} |"
+        yield f"| `{entry.name}` | {' | '.join(cells)} |"
 
 
 def methods_page(text: str) -> str:
@@ -267,10 +261,9 @@ def methods_page(text: str) -> str:
     tasks = get_args(TaskName)
     rows = [f"| method | {' | '.join(t.replace('_', ' ') for t in tasks)} | the model must have | reason if not |"]
     rows.append("|---" * (len(tasks) + 3) + "|")
-    for name in available():
-        method = find_algorithm(name)
-        cells = ["yes" if task in method.tasks else "" for task in tasks]
-        rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(_needs(method))} | {method.restriction} |")
+    for entry in method_entries():
+        cells = ["yes" if task in entry.tasks else "" for task in tasks]
+        rows.append(f"| `{entry.name}` | {' | '.join(cells)} | {', '.join(entry.needs)} | {entry.restriction} |")
     return _filled(text, {"tasks": "\n".join(rows), "privacy of examples": "\n".join(_examples())})
 
 
@@ -278,21 +271,14 @@ def _examples() -> Iterator[str]:
     """Yield a table of the methods that protect single examples, and the reasons of the others."""
     yield "| method | protects examples | reason if not |"
     yield "|---|---|---|"
-    for name in available():
-        method = find_algorithm(name)
-        why = method.example_privacy(method.settings())
-        yield f"| `{name}` | {'' if why else 'yes'} | {why or ''} |"
+    for entry in method_entries():
+        why = entry.without.get("privacy of examples", "")
+        yield f"| `{entry.name}` | {'' if why else 'yes'} | {why} |"
 
 
 def _as_reason(why: str) -> str:
     """Return a reason, a sentence or the end of one whose subject is the method, as it stands behind a colon."""
     return f"{why[0].lower()}{why[1:]}".rstrip(".") if why[0].isupper() else f"the method {why}"
-
-
-def _needs(method: Algorithm) -> list[str]:
-    """Return what a method needs of the model, and a head where it shares a part."""
-    needs = [need for need in method.needs if need != "labels"]
-    return needs if getattr(method, "shared", "all") == "all" or "head" in needs else ["head", *needs]
 
 
 def _filled(text: str, made: Mapping[str, str]) -> str:
@@ -363,6 +349,7 @@ def _default(node: Schema, key: str, value: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    SCHEMA.write_text(f"{json.dumps(editor_schema(), ensure_ascii=False)}\n", encoding="utf-8")
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")
     LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -39,7 +39,7 @@ from fedloom.messages import Message
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.tokens import keep_token, make_token
 from fedloom.transport.codec import encode, specs_to_wire
-from fedloom.transport.stream import PROTOCOL
+from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
 FEATURES, CLASSES = 16, 2

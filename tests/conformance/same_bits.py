@@ -57,6 +57,8 @@ def bits(checkout: Path, only: Sequence[str]) -> dict[str, Any]:
             if done.returncode:
                 sys.exit(f"{checkout}: the methods do not run:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
             found: dict[str, Any] = json.loads((checkout / KEPT).read_text())["bits"]
+            for digests in found.values():
+                digests.pop("version", None)
         finally:
             (checkout / KEPT).write_bytes(kept)
     return found

@@ -5,6 +5,9 @@ The bits are recorded in kept_bits.json for one machine; others may compute othe
 pytest tests/conformance/test_kept_bits.py --keep-bits -n 0
 
 records them again on the present machine; same_bits.py does so in two checkouts and compares them.
+
+The version of each method stands beside its bits. Members of two releases are in one federation if that version is the
+same, so bits may change only with it.
 """
 
 from __future__ import annotations
@@ -52,6 +55,24 @@ def kept(measured: Mapping[str, Any]) -> Iterator[Any]:
     return (value for key, value in measured.items() if key not in ("metrics", "headline", "spread"))
 
 
+def check_version(method: str, before: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise AssertionError if the bits of a method have changed without its version."""
+    assert found == before or found["version"] > before["version"], (
+        f"the results of {method} have changed, and its version is {found['version']} as before. If they must change, "
+        f"set `version` of its Algorithm to {before['version'] + 1}, so that releases that differ in them are not "
+        f"mixed in one federation, and record the new bits: pytest {__file__} --keep-bits -n 0"
+    )
+
+
+def test_changed_bits_need_another_version() -> None:
+    kept = {"version": 1, "state": "a", "metrics": "b"}
+    check_version("m", kept, dict(kept))
+    check_version("m", kept, {"version": 2, "state": "c", "metrics": "b"})
+    for changed in ({"state": "c"}, {"metrics": "c"}, {"state": "c", "version": 0}):
+        with pytest.raises(AssertionError, match="version` of its Algorithm to 2"):
+            check_version("m", kept, kept | changed)
+
+
 def test_results_equal_the_recorded_bits(tiny: Federation, method: str, request: pytest.FixtureRequest) -> None:
     """Compare the tensors of the last checkpoint and the evaluations, which depend on every client's predictors."""
     if request.config.getoption("--algorithm", default=None) is not None:
@@ -64,11 +85,13 @@ def test_results_equal_the_recorded_bits(tiny: Federation, method: str, request:
         pytest.skip(f"bits are kept for {kept['machine']}, this is {machine}")
     tiny.recorded("run")
     state, _ = decode_tensors(tiny.final("run"))  # the file format may change
-    found = {"state": digest(tensors(state)), "metrics": digest(numbers(tiny.metrics("run")))}
+    version = tiny.parts.algorithm.version
+    found = {"version": version, "state": digest(tensors(state)), "metrics": digest(numbers(tiny.metrics("run")))}
+    before = kept["bits"] if kept["machine"] == machine else {}
+    check_version(method, before.get(method, found), found)
     if write:
-        before = kept["bits"] if kept["machine"] == machine else {}
         bits = dict(sorted({**before, method: found}.items()))
         KEPT.write_text(json.dumps({"machine": machine, "bits": bits}, indent=2) + "\n")
         return
     assert method in kept["bits"], f"no bits are kept for {method}: pytest {__file__} --keep-bits -n 0"
-    assert found == kept["bits"][method]
+    assert found == kept["bits"][method], f"{method} has a new version: record its bits with --keep-bits -n 0"

@@ -343,7 +343,7 @@ def other_protocols(attack: Attack) -> None:
             channel.sendall(noise)
             channel.settimeout(0.05)
             channel.recv(100)
-    for hello in ({"protocol": 99}, {"package": "0.0.0"}, {"algorithms": {}}, {"incarnation": ""}):
+    for hello in ({"protocol": 99}, {"protocol": 9, "oldest_protocol": 10}, {"algorithms": {}}, {"incarnation": ""}):
         with ExitStack() as stack, suppress(grpc.RpcError, StopIteration):
             attack.peer(stack, **hello).join()
     attack.over()

@@ -1,4 +1,4 @@
-"""Policies of a member against hostile aggregators over gRPC: the wire is recorded, and nothing forbidden leaves."""
+"""Policies of a member against hostile aggregators over mutual TLS: the wire is recorded, nothing forbidden leaves."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from fedloom.federation.measuring import VOCABULARY as MEASURING
 from fedloom.federation.measuring import MeasureInputs
 from fedloom.federation.roster import AvailableClients
 from fedloom.federation.transport import Call, ConversationKey, Lost
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.member import guard
 from fedloom.member.approvals import Approvals, experiment_digest
 from fedloom.messages import Message, Metrics, SummedMetrics, answer_shapes
 from fedloom.privacy.accounting import epsilon_of, sampled
-from fedloom.security.options import ClientOptions
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.options import ClientOptions, Protection, ServerOptions
 from fedloom.sums.messages import VOCABULARY as SUMMING
 from fedloom.sums.messages import AnswerReady, SumSession
 from fedloom.transport.aggregator import Aggregator
@@ -112,6 +114,8 @@ class Wire:
 class Hostile:
     """An aggregator whose experiment and questions a test chooses, and the victim's worker, which may restart."""
 
+    record: WorkerRecord | None = None
+
     def __init__(self, experiment: dict[str, Any], packed: Path, options: WorkerOptions) -> None:
         self._packed = OwnClients.open([packed], [])
         self._options = options
@@ -132,7 +136,9 @@ class Hostile:
             presence=AvailableClients(),
             classes=len(CLASS_NAMES),
         )
-        self.server = Aggregator(run)
+        assert options.trust.ca is not None
+        server = ServerOptions.from_folder(options.trust.ca.parent.parent / "server", environment={})
+        self.server = Aggregator(run, protection=Protection(server))
         self._lives, self._round = 0, 0
         self._first, self._incarnations = text, packed.parent / "unused"
         if options.policy is not None:
@@ -151,7 +157,7 @@ class Hostile:
     def start_worker(self) -> None:
         self.error: BaseException | None = None
         self._stop = threading.Event()
-        worker = Worker(self.address, "w", self._options)
+        worker = Worker(self.address, "w", self._options, self.record)
 
         def run() -> None:
             try:
@@ -379,12 +385,15 @@ EVERY = [(name, attack) for name in POLICIES for attack in ATTACKS]
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> ClientOptions:
-
-    folder = tmp_path_factory.mktemp("keys")
+    """Return a member's signing key and certificate; the aggregator's certificate lies in a folder beside them."""
+    above = tmp_path_factory.mktemp("credentials")
+    make_ca(above / "ca")
+    folder = make_certificate("member", above, above / "ca").certificate.parent
+    make_certificate("server", above, above / "ca", hosts=["127.0.0.1"])
     printed = fedloom("token", "signing-key", VICTIM, "--out", folder / "signing.key")
     lines = [line for line in printed.splitlines() if line.startswith("speaker-")]
     (folder / "signing-keys.txt").write_text("\n".join(lines) + "\n")
-    return ClientOptions.from_folder(folder, insecure=False)
+    return ClientOptions.from_folder(folder, environment={})
 
 
 @pytest.fixture
@@ -467,6 +476,22 @@ def test_an_honest_question_is_answered(
         hostile.server.stop()
 
 
+def test_withheld_measurements_are_told_to_the_aggregator_after_each_joining(
+    tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
+) -> None:
+    hostile, experiment = hostile_to("quiet", tmp_path, recorded, members, keys)
+    try:
+        for _ in range(2):
+            assert waited(lambda: any(each.withheld for each in hostile.server.activity().workers), 60)
+            (worker,) = hostile.server.activity().workers
+            assert mentions(worker.withheld, "policy.yaml:", "metrics", "confusion", "calibration", "uncertainty")
+            assert "counts" not in worker.withheld
+            hostile.become(experiment)
+    finally:
+        hostile.stop_worker()
+        hostile.server.stop()
+
+
 def test_a_declined_worker_is_in_the_status_and_joins_once_the_experiment_fits(
     tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
 ) -> None:
@@ -478,6 +503,22 @@ def test_a_declined_worker_is_in_the_status_and_joins_once_the_experiment_fits(
         hostile.become(experiment)
         assert waited(lambda: bool(hostile.server.workers()) and not hostile.server.activity().declined, 60)
         assert hostile.error is None
+    finally:
+        hostile.stop_worker()
+        hostile.server.stop()
+
+
+def test_a_model_larger_than_memory_is_declined_before_it_is_built(
+    tmp_path: Path, recorded: Wire, members: Path, keys: ClientOptions
+) -> None:
+    hostile, experiment = hostile_to("small", tmp_path, recorded, members, keys)
+    try:
+        text = json.loads(hostile._parts(experiment)[1])
+        shared = json.loads(text["experiment"])
+        shared["model"]["hidden"] = [10**6, 10**6]  # four terabytes
+        hostile.become(json.dumps({**text, "experiment": json.dumps(shared)}))
+        assert waited(lambda: bool(recorded.parts("declined")), 60)
+        assert mentions(recorded.parts("declined")[-1].reason, "policy.yaml:", "largest_model", 4000088000044)
     finally:
         hostile.stop_worker()
         hostile.server.stop()

@@ -522,3 +522,25 @@ def test_a_threshold_of_the_wrong_direction_is_rejected_before_round_1(members: 
         run_experiment(e, RunOptions(tmp_path / "run", packed=data, report=False))
     assert error.value.key == "federation.until.at_most"
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_refusal_is_told_by_the_dry_run_the_worker_and_the_status(federation: Federation, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("only_sums: false\nmethods: [ditto]\n")
+    line = "policy.yaml:2: methods"
+    data = ("--data", federation.members / "s2", "--policy", policy)
+    assert line in fedloom("worker", *data, "--dry-run", federation.experiment, code=4)
+    assert line not in fedloom("worker", *data, "--dry-run", "any")
+
+    federation.aggregator()
+    for i in range(2):
+        federation.worker(i, name=f"w{i}")
+    until(lambda: rounds(federation.run) > 0, "the first round")
+    refusing = federation.worker(2, name="refusing", more=("--policy", policy))
+    until(lambda: line in fedloom("status", federation.address), "the refusal in the status")
+    (declined,) = (text for text in fedloom("status", federation.address).splitlines() if line in text)
+    assert tells(declined, "declined", "refusing", "ditto", "fedavg")
+    assert line in json.loads(fedloom("status", federation.address, "--json"))["declined"]["refusing"]
+    until(lambda: federation.told("joined").count("speaker-2") == federation.told("left").count("speaker-2"), "it left")
+    federation.more_rounds()
+    assert refusing.poll() is None  # the experiment may change

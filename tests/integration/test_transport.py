@@ -538,7 +538,7 @@ def test_clients_without_a_worker_are_reported_with_their_deadline(worker, aggre
 
 
 def test_an_unreachable_aggregator_is_logged_once_and_then_rarely(worker, caplog, monkeypatch):
-    monkeypatch.setattr("fedloom.transport.worker_connection.FIRST_NOTICE_S", 0.4)
+    monkeypatch.setattr("fedloom.transport.absence.FIRST_NOTICE_S", 0.4)
     with caplog.at_level(logging.INFO, "fedloom.transport.worker"):
         alone = worker(address="127.0.0.1:1", reconnect_s=1.5)
         alone.thread.join(10)
@@ -609,7 +609,7 @@ def test_an_invalid_port_is_reported():
 @pytest.mark.parametrize(
     ("change", "output"),
     [
-        ({"algorithms": {"toy": 2}}, ["toy", "2", "1"]),
+        ({"algorithms": {"toy": 0}}, ["toy", "0", "1", "install fedloom"]),
         ({"algorithms": {}}, ["toy"]),
     ],
 )
@@ -726,7 +726,7 @@ def test_workers_leave_at_the_end_of_a_run(aggregator, worker):
 def test_a_worker_that_connects_at_the_end_of_a_run_is_notified(worker, background, monkeypatch, resumed):
     """A worker that lost its connection, to this aggregator or the previous one, learns of the end."""
     monkeypatch.setattr("fedloom.transport.connected.LINGER_S", 3.0 if resumed else 60.0)
-    monkeypatch.setattr("fedloom.transport.worker_connection.LAST_BACKOFF_S", 0.2)
+    monkeypatch.setattr("fedloom.transport.absence.LAST_BACKOFF_S", 0.2)
     aggregator = make_aggregator()
     address = aggregator.start("127.0.0.1:0")
     proxy = Proxy(address)

@@ -30,14 +30,13 @@ from transport_support import (
     until,
 )
 
-import fedloom
 from fedloom.federation.transport import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.dispatcher import UNREAD_LANES, Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo
 from fedloom.transport.frames import FRAME_BYTES, Refusal, seal_frame, serialize
 from fedloom.transport.receiver import UNREAD_REFUSALS, Receiver
-from fedloom.transport.stream import PROTOCOL
+from fedloom.transport.versions import OLDEST, PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
 COHORT = ("honest", "mallory", "honest2")
@@ -521,10 +520,15 @@ def test_names_and_reasons_of_workers_are_printable(aggregator, honest, backgrou
 @pytest.mark.parametrize(
     ("hello", "code", "facts"),
     [
-        ({"protocol": PROTOCOL - 1}, wire.REFUSAL_CODE_PROTOCOL, (f"protocol {PROTOCOL - 1}", PROTOCOL, "install")),
-        ({"protocol": 1}, wire.REFUSAL_CODE_PROTOCOL, ("protocol 1", PROTOCOL, "install", "version")),
-        ({"package": "9.9"}, wire.REFUSAL_CODE_PACKAGE, ("9.9", fedloom.__version__)),
-        ({"algorithms": {"toy": 3}}, wire.REFUSAL_CODE_ALGORITHM, ("toy", "version 3")),
+        ({"protocol": OLDEST - 1}, wire.REFUSAL_CODE_PROTOCOL, (OLDEST - 1, OLDEST, "install fedloom")),
+        ({"protocol": 1, "package": "9\x1b[2J"}, wire.REFUSAL_CODE_PROTOCOL, ("9\\x1b[2J", "install fedloom")),
+        ({"protocol": PROTOCOL + 1, "package": "9.9"}, wire.REFUSAL_CODE_PROTOCOL, ("9.9", PROTOCOL + 1, "upgrade")),
+        ({"protocol": 2**32 - 1, "oldest_protocol": 2**32 - 1}, wire.REFUSAL_CODE_PROTOCOL, (2**32 - 1, "upgrade")),
+        ({"protocol": 0}, wire.REFUSAL_CODE_HELLO, ("0 to 0",)),
+        ({"protocol": 9, "oldest_protocol": 10}, wire.REFUSAL_CODE_HELLO, ("10 to 9",)),
+        ({"algorithms": {"toy": 3}}, wire.REFUSAL_CODE_ALGORITHM, ("toy", "version 3", "upgrade")),
+        ({"algorithms": {"toy": 0}}, wire.REFUSAL_CODE_ALGORITHM, ("toy", "version 0", "install fedloom")),
+        ({"algorithms": {}}, wire.REFUSAL_CODE_ALGORITHM, ("toy", "not installed", "install fedloom")),
         ({"incarnation": ""}, wire.REFUSAL_CODE_HELLO, ("incarnation", "1 to 200 characters")),
         ({"incarnation": "h\u2028"}, wire.REFUSAL_CODE_HELLO, ("incarnation", "print")),
         ({"name": "hostile\x1b[2J"}, wire.REFUSAL_CODE_HELLO, ("incarnation", "print")),

@@ -43,6 +43,7 @@ from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.frames import seal_frame, serialize
 from fedloom.transport.newcomer import Models
 from fedloom.transport.personalization import Personalization
+from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import control_pb2
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.wire import personalization_pb2 as models
@@ -185,7 +186,7 @@ def stand_in(clients) -> bytes:
     from transport_support import ALGORITHMS
 
     hello = wire.Hello(
-        protocol=stream.PROTOCOL, package=fedloom.__version__, worker="w", incarnation="i", clients=clients,
+        protocol=PROTOCOL, package=fedloom.__version__, worker="w", incarnation="i", clients=clients,
         algorithms=ALGORITHMS,
     )  # fmt: skip
     return seal_frame(serialize(wire.WorkerPart(hello=hello)))

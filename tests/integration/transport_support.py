@@ -19,7 +19,8 @@ from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.frames import parse_frame, seal_frame, serialize
-from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, Introduction, key_to_wire
+from fedloom.transport.stream import METHOD, SERVICE, Introduction, key_to_wire
+from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker import serve
 

@@ -18,6 +18,7 @@ from facts import tells
 from fedloom import __version__
 from fedloom.core.files import storing
 from fedloom.errors import ExitCode, StorageError
+from fedloom.transport.versions import PROTOCOL
 
 Fedloom = Callable[..., tuple[int, str, str]]
 
@@ -40,7 +41,9 @@ def experiment(tmp_path: Path) -> Path:
 
 
 def test_version_and_help(fedloom: Fedloom) -> None:
-    assert fedloom("--version") == (0, f"fedloom {__version__}\n", "")
+    code, out, err = fedloom("--version")
+    assert (code, err) == (0, "")
+    assert tells(out, f"fedloom {__version__}", "protocol", PROTOCOL)
     code, out, _ = fedloom("--help")
     assert code == 0
     assert "partition" in out

@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from facts import mentions, tells
+from facts import mentions, refusing, tells
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, Field
 
+import fedloom
 from fedloom.algorithms.base import available, find_algorithm
-from fedloom.errors import ExitCode, ExperimentError
+from fedloom.algorithms.fedavg import FedAvgSettings
+from fedloom.errors import ExitCode, ExperimentError, RefusedError
 from fedloom.experiment import Runtime, from_shared_json, json_schema, load_experiment
+from fedloom.experiment.sections import AlgorithmChoice, _dump_algorithm
 from fedloom.experiment.validation_errors import MOST_SHOWN
 
 GOOD = """\
@@ -104,6 +108,49 @@ def test_shared_json_omits_machine_specific_settings(write: Write) -> None:
 def test_invalid_shared_json_is_rejected(text: str) -> None:
     with pytest.raises(ExperimentError, match="aggregator"):
         from_shared_json(text)
+
+
+@pytest.mark.parametrize("section", ["", "federation", "algorithm", "algorithm.local", "data.partition"])
+def test_a_key_of_a_newer_release_ends_the_worker_with_its_name(write: Write, section: str) -> None:
+    shared = json.loads(load_experiment(write(GOOD)).shared_json())
+    place = shared
+    for key in filter(None, section.split(".")):
+        place = place[key]
+    place["newer_key"] = 3
+    with refusing(RefusedError, f"{section}.newer_key".strip("."), fedloom.__version__, "upgrade") as refused:
+        from_shared_json(json.dumps(shared))
+    assert refused.value.exit_code == 4
+
+
+def test_a_new_key_is_shared_only_if_it_has_another_value() -> None:
+    """Members of the release before, which do not know the key, can take part if it is at its default."""
+
+    class Newer(FedAvgSettings):
+        newer: int = Field(default=3, exclude_if=lambda value: value == 3, description="a key of a newer release")
+
+    choices = [AlgorithmChoice(name="fedavg", settings=Newer(newer=value)) for value in (3, 4)]
+    default, other = (_dump_algorithm(choice) for choice in choices)
+    assert "newer" not in default
+    assert other == {**default, "newer": 4}
+
+
+def test_keys_that_the_release_before_does_not_know_are_shared_only_if_they_are_set() -> None:
+    """Compare with the keys of release 0.1.0, by section; a section that it lacks is a choice that it lacks."""
+    recorded = json.loads((Path(__file__).parents[1] / "fixtures" / "shared_keys.json").read_text())
+    json_schema()  # imports every section
+    classes, found = [BaseModel], {}
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        if cls.__module__.startswith("fedloom.") and cls.__name__ in recorded:
+            found[cls.__name__] = cls
+    assert len(found) > 90
+    for name, cls in found.items():
+        for key in set(cls.model_fields) - set(recorded[name].split()) - {"runtime", "storage", "tracking"}:
+            assert cls.model_fields[key].exclude_if is not None, (
+                f"{name}.{key} is a new key, which members of the release before do not know. Give it "
+                "Field(exclude_if=lambda value: value == DEFAULT), so that they can take part where it is not set"
+            )
 
 
 def test_overrides_replace_values_and_whole_mappings(write: Write) -> None:

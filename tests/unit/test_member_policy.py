@@ -22,7 +22,9 @@ from fedloom.errors import DataError, ExperimentError, RefusedError
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import parse_experiment
 from fedloom.federation.transport import ConversationKey, Declined
-from fedloom.member import guard
+from fedloom.ledger.ledger import PrivacyAccountant
+from fedloom.ledger.training_cost import ClaimedTraining
+from fedloom.member import usage as usages
 from fedloom.member.approvals import MISSING, Approvals, experiment_differences, experiment_digest
 from fedloom.member.guard import RESERVE, PolicyEnforcer, code_refusals, refusals
 from fedloom.member.policy import Hours, Policy, PolicyFile, code_digest, load_policy, only_sums_policy
@@ -30,6 +32,7 @@ from fedloom.member.usage import AHEAD, RECORD, Usage
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.privacy.accounting import Release, epsilon_of, gaussian_release
 from fedloom.privacy.settings import TrainingPrivacy
+from fedloom.privacy.spent import TrainingCost
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,12 +228,12 @@ def test_a_damaged_count_is_refused(tmp_path: Path) -> None:
 
 
 def test_rounds_that_an_aggregator_invents_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "ROUNDS", 50)
+    monkeypatch.setattr(usages, "ROUNDS", 50)
     member = PolicyEnforcer(policy(tmp_path, "traffic: {per_round: 1000}"))
     for round in range(500):
         assert member.charge(ConversationKey(round, 1, 0, "train"), 600) is None
     assert mentions(str(member.charge(ConversationKey(499, 2, 0, "train"), 600)), "traffic.per_round", 1200)
-    assert len(member._rounds) == 50
+    assert len(member._usage._rounds) == 50
 
 
 def test_a_rounds_bytes_are_counted_over_repetitions(tmp_path: Path) -> None:
@@ -430,23 +433,9 @@ def test_a_dry_run_lists_all_refusals_and_touches_nothing(tmp_path: Path) -> Non
     file = policy(tmp_path, "only_sums: true\nprivacy: {epsilon: 1}\nfolder: kept")
     options = WorkerOptions(policy=Path(file.source))
     with pytest.raises(RefusedError) as refused:
-        check_allowed(options, experiment(), _Parts(), sends_class_counts=False)  # type: ignore[arg-type]
+        check_allowed(options, experiment(), 40, sends_class_counts=False)
     assert mentions(str(refused.value), "policy.yaml:1: only_sums", "policy.yaml:2: privacy")
     assert not (tmp_path / "kept").exists()
-
-
-class _Parts:
-    """Parts of an experiment with a model of 10 numbers."""
-
-    class setup:
-        dtype = torch.float32
-
-        class model:
-            class layout:
-                size = 10
-
-    class algorithm:
-        trains = True
 
 
 # --- questions and answers --------------------------------------------------------------------------------------------
@@ -507,12 +496,7 @@ def test_measurements_that_may_not_leave_are_zero(tmp_path: Path) -> None:
         ("metrics: []", set()),
     ):
         member = PolicyEnforcer(policy(tmp_path, text))
-
-        class parts(_Parts):
-            experiment = None
-
-        parts.plan, parts.experiment = plan, experiment()  # type: ignore[attr-defined]
-        member.check_model(parts)  # type: ignore[arg-type]
+        member.begin(plan)
         found = member.withhold(ones, plan).tensors()
         assert {name for name, tensor in found.items() if tensor.any()} == {
             n for n in left if ones.tensors()[n].numel()
@@ -563,6 +547,20 @@ def test_the_total_counts_all_runs(tmp_path: Path) -> None:
     assert counts == [allowed - 1, 1, 0]
 
 
+def test_the_total_counts_the_trainings_of_a_ledger(tmp_path: Path) -> None:
+    file = policy(tmp_path, "privacy: {epsilon_total: 8, ledger: ledger.jsonl}\nfolder: kept")
+    step = Release(0.5, 1.0, None, None, "poisson")
+    allowed = next(n for n in range(1, 100) if epsilon_of({step: n}, 1e-5, replacing=True) > 8) - 1
+    cost = TrainingCost.planned(TrainingPrivacy(**PRIVATE), Counter({step: allowed - 2}))
+    member = PolicyEnforcer(file)
+    member.admit(experiment({"privacy": PRIVATE}), {"c": 8})
+    PrivacyAccountant(tmp_path / "ledger.jsonl").add_training(ClaimedTraining("elsewhere", "0" * 64, cost))
+    assert opened(member, 10) == 2
+    (tmp_path / "ledger.jsonl").write_text("damaged\n")
+    with pytest.raises(DataError, match=r"ledger\.jsonl"):
+        member.opens(KEY, "other")
+
+
 def test_every_noisy_sum_counts_without_amplification(tmp_path: Path) -> None:
     private = experiment(
         {
@@ -579,6 +577,17 @@ def test_every_noisy_sum_counts_without_amplification(tmp_path: Path) -> None:
         member.answer(KEY, "c", Told(torch.zeros(1, 4)), trains=True, summed=True)
     with refusing(DataError, "policy.yaml:2: privacy.epsilon"):
         member.answer(KEY, "c", Told(torch.zeros(1, 4)), trains=True, summed=True)
+
+
+def test_the_bytes_of_a_round_outlive_restarts(tmp_path: Path) -> None:
+    file, counts = policy(tmp_path, "traffic: {per_round: 1000}\nfolder: kept"), []
+    for _ in range(4):
+        member = PolicyEnforcer(file)
+        member.admit(experiment(), {"c": 8})
+        counts.append([member.charge(KEY, 200) is None for _ in range(2)])
+        assert member.charge(ConversationKey(2, 0, 0, "train"), 200) is None  # another round
+        member.close()
+    assert counts == [[True, True], [True, True], [True, False], [False, False]]
 
 
 def test_spent_privacy_is_on_disk(tmp_path: Path) -> None:

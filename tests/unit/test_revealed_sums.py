@@ -15,6 +15,7 @@ from facts import mentions, refusing
 from federations import setup
 from lying_aggregator import Ask, Measure, ToldApart
 
+import fedloom
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.spec import Normalization
 from fedloom.engine.assemble import answers_digest
@@ -257,7 +258,7 @@ def experiment(tmp_path: Path, *overrides: str) -> Experiment:
 )
 def test_the_digest_of_a_run_has_all_that_shapes_an_answer(tmp_path: Path, override: str, shapes: bool) -> None:
     def digest(e: Experiment) -> bytes:
-        return answers_digest(e, open_manifest(e, e.data.own, Normalization((0.0,) * 3, (1.0,) * 3)))  # type: ignore[union-attr]
+        return answers_digest(e, open_manifest(e, e.data.own, Normalization((0.0,) * 3, (1.0,) * 3)), 1)  # type: ignore[union-attr]
 
     assert (digest(experiment(tmp_path)) != digest(experiment(tmp_path, override))) == shapes
 
@@ -265,9 +266,21 @@ def test_the_digest_of_a_run_has_all_that_shapes_an_answer(tmp_path: Path, overr
 def test_the_digest_of_a_run_has_the_normalization(tmp_path: Path) -> None:
     e: Any = experiment(tmp_path)
     digests = {
-        answers_digest(e, open_manifest(e, e.data.own, Normalization((mean,) * 3, (1.0,) * 3))) for mean in (0, 1)
+        answers_digest(e, open_manifest(e, e.data.own, Normalization((mean,) * 3, (1.0,) * 3)), 1) for mean in (0, 1)
     }
     assert len(digests) == 2
+
+
+def test_the_digest_of_a_run_has_the_version_of_the_method_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases with the same version of the method can be in one sum, and no others."""
+    e: Any = experiment(tmp_path)
+    manifest = open_manifest(e, e.data.own, Normalization((0.0,) * 3, (1.0,) * 3))
+    digests = [answers_digest(e, manifest, version) for version in (1, 2, 3)]
+    assert len(set(digests)) == 3
+    monkeypatch.setattr(fedloom, "__version__", "9.9")
+    assert [answers_digest(e, manifest, version) for version in (1, 2, 3)] == digests
 
 
 def test_clients_with_their_own_data_need_a_bound_on_examples(tmp_path: Path) -> None:

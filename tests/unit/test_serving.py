@@ -321,7 +321,6 @@ def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, capl
                 code, details, _ = raw.refusal()
                 assert (code, output in details) == (invalid, True), details
         for ask, code, output in (
-            ({"package": "0.0.0"}, grpc.StatusCode.FAILED_PRECONDITION, "0.0.0"),
             ({"algorithm_version": 9}, grpc.StatusCode.FAILED_PRECONDITION, "version 9"),
             ({"round": 7}, grpc.StatusCode.NOT_FOUND, "7"),
             ({"client": "../x"}, invalid, "id"),

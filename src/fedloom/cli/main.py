@@ -14,12 +14,12 @@ import os
 import signal
 import sys
 from importlib.metadata import EntryPoint
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 import fedloom
-from fedloom.cli import data, pack, run, runs, security, status, tools, worker
+from fedloom.cli import catalogue, data, pack, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
@@ -44,31 +44,58 @@ TRACED, ON = ("run", "aggregator", "worker"), ("1", "true", "yes", "on")
 app = Commands(
     name="fedloom",
     help="Personalized federated learning: one experiment file, on one machine or many.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("run")(run.run_command)
-app.command("aggregator")(run.aggregator_command)
-app.command("worker")(worker.worker)
-app.command("evaluate")(runs.evaluate_command)
-app.command("runs")(runs.runs_command)
-app.command("status")(status.status_command)
-app.command("federation")(status.federation_command)
-app.command("partition")(data.partition_command)
-app.command("token")(security.token_command)
-app.command("schema")(tools.schema)
-app.command("device")(tools.device_command)
-
-data_app = Commands(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)
+data_app = Commands(help="Data sets, and clients' own data.")
 data_app.command("fetch")(data.fetch_command)
 data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
-app.add_typer(data_app, name="data")
-app.add_typer(security.certificates_app, name="certificates")
+
+COMMANDS: dict[str, dict[str, Any]] = {
+    "Experiments": {
+        "run": run.run_command,
+        "evaluate": runs.evaluate_command,
+        "runs": runs.runs_command,
+        "compare": None,
+        "report": None,
+        "search": None,
+        "audit": None,
+    },
+    "Choices for an experiment": {
+        "methods": catalogue.methods_command,
+        "models": catalogue.models_command,
+        "schemes": catalogue.schemes_command,
+        "tasks": catalogue.tasks_command,
+        "schema": tools.schema,
+        "privacy": None,
+    },
+    "Data": {"data": data_app, "partition": data.partition_command},
+    "Federations": {
+        "aggregator": run.aggregator_command,
+        "worker": worker.worker,
+        "member": None,
+        "status": status.status_command,
+        "federation": status.federation_command,
+        "token": security.token_command,
+        "certificates": security.certificates_app,
+    },
+    "Models for clients": {"personalize": None, "serve": None, "ledger": None, "register": None},
+    "Clusters": {"cluster": None, "pipeline": None},
+    "This machine": {"device": tools.device_command},
+}
+"""Commands by heading of the help; None for those of optional parts, which entry points provide."""
+
+HEADINGS = {name: heading for heading, names in COMMANDS.items() for name in names}
+
+
+def _add(name: str, command: Any) -> None:
+    heading = HEADINGS.get(name, "Other commands")
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name, rich_help_panel=heading)
+    else:
+        app.command(name, rich_help_panel=heading)(command)
 
 
 def _add_installed(point: EntryPoint) -> None:
@@ -84,19 +111,25 @@ def _add_installed(point: EntryPoint) -> None:
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
         app.command(point.name, hidden=True, context_settings=anything)(command)
         return
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=point.name)
-    else:
-        app.command(point.name)(command)
+    _add(point.name, command)
 
 
-for _point in entries("fedloom.commands"):
+_points = {point.name: point for point in entries("fedloom.commands")}
+for _names in COMMANDS.values():
+    for _name, _command in _names.items():
+        if _command is not None:
+            _add(_name, _command)
+        elif _name in _points:
+            _add_installed(_points.pop(_name))
+for _point in _points.values():
     _add_installed(_point)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"fedloom {fedloom.__version__}")
+        from fedloom.transport.versions import OLDEST, PROTOCOL
+
+        typer.echo(f"fedloom {fedloom.__version__}, protocol {PROTOCOL} (and {OLDEST})")
         raise typer.Exit
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from fedloom.core.home import expanded
 from fedloom.core.options import DeclaredOption, Option, declared_options
@@ -57,6 +57,9 @@ OwnFolders = Annotated[
         help="For a run with data.own: a packed client, or a folder of packed clients; repeatable.",
     ),
 ]
+WHOLE_SENTENCE = 1000
+"""Characters of a command's sentence in a list of commands."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -154,8 +157,26 @@ def _typer_parameter(each: DeclaredOption) -> inspect.Parameter:
     return inspect.Parameter(each.name, keyword, default=default, annotation=Annotated[kind, option])
 
 
+class _Group(TyperGroup):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands under their headings, sorted by name, each with a whole sentence."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                heading = getattr(command, "rich_help_panel", None) or "Commands"
+                sections.setdefault(heading, []).append((name, command.get_short_help_str(WHOLE_SENTENCE)))
+        column = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(column), text) for name, text in sorted(rows)])
+
+
 class Commands(typer.Typer):
     """Group of commands whose paths may begin with ``~``, which a shell leaves in ``--out=~/run``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=_Group, rich_markup_mode=None, no_args_is_help=True, **settings)
 
     def command(self, *names: Any, **settings: Any) -> Callable[[F], F]:
         """Return a decorator that adds a command."""

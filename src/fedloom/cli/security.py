@@ -103,8 +103,6 @@ def _time(when: datetime) -> str:
 
 certificates_app = Commands(
     help="A CA and certificates for TLS trials; production uses an existing CA.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 FOR_TRIALS = (

@@ -15,7 +15,7 @@ import typer
 
 from fedloom.cli.characters import shown_as
 from fedloom.cli.options import ClientAccess, Json, refuse_options, with_options
-from fedloom.core.words import pluralize, printable, rounded_up
+from fedloom.core.words import duration, pluralize, printable, rounded_up
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -352,6 +352,8 @@ def client_table(clients: Sequence[RosterClient]) -> tuple[list[str], list[list[
 
 def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     """Yield the known facts about a federation as (name, text)."""
+    from fedloom.federation.standing import Standing
+
     if now.message:
         yield "", now.message
     if now.paused_by is not None and now.phase != "paused":
@@ -360,7 +362,7 @@ def _facts(now: Activity) -> Iterator[tuple[str, str]]:
         yield "durable", f"round {now.durable_round}, {duration(now.durable_age_s)} ago"
     yield "clients", _clients(now)
     if now.awaited:
-        yield "awaited", f"{pluralize(now.awaited, 'client')}, {now.late:,} late"
+        yield "awaited", f"{Standing.from_activity(now).waits(now.time)}, {now.late:,} late"
     yield from (("late", _late(each, now.time)) for each in now.awaiting if each.late)
     if now.rounds_per_s is not None:
         steps = _number(now.client_steps_per_s or 0.0)
@@ -372,6 +374,7 @@ def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     yield from _totals(now)
     yield from (("worker", _worker(worker, now.time)) for worker in now.workers)
     yield from (("declined", f"{name}: {reason}") for name, reason in sorted(now.declined.items()))
+    yield from (("too new", f"{name}: {reason}") for name, reason in sorted(now.too_new.items()))
 
 
 def _clients(now: Activity) -> str:
@@ -435,9 +438,11 @@ def _privacy(now: Activity) -> Iterator[tuple[str, str]]:
 def _worker(worker: ConnectedWorker, now: float) -> str:
     whose = "" if worker.identity is None else f" of {worker.identity}"
     silent = "" if now - worker.sign < 30 else f", silent for {duration(now - worker.sign)}"
+    version = "" if worker.protocol is None else f"fedloom {worker.package} (protocol {worker.protocol}), "
+    withheld = f"; {worker.withheld}" if worker.withheld else ""
     return (
-        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, "
-        f"connected for {duration(now - worker.since)}{silent}"
+        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, {version}"
+        f"connected for {duration(now - worker.since)}{silent}{withheld}"
     )
 
 
@@ -446,18 +451,6 @@ def _shares(seconds: dict[str, float]) -> str:
     total = sum(seconds.values()) or 1.0
     by_size = sorted(seconds.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {part / total:.0%}" for name, part in by_size)
-
-
-def duration(seconds: float) -> str:
-    """Return a readable duration: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
-    if seconds < 9.95:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = round(seconds)
-    for unit, size, smaller, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            rest = whole % size // part
-            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"
 
 
 def _number(value: float) -> str:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +44,8 @@ def worker(
     from fedloom import experiment as experiments
     from fedloom.core import processes
     from fedloom.core.home import expanded
-    from fedloom.errors import ExperimentError, InterruptedRun
+    from fedloom.core.plugins import capability
+    from fedloom.errors import ExperimentError, InterruptedRun, argument
 
     with collection_paused():
         from fedloom.engine.log_file import logged_to
@@ -59,7 +60,11 @@ def worker(
         return
     if aggregator is None:
         raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run EXPERIMENT.", key="aggregator")
-    serving = Worker(aggregator, name or f"{socket.gethostname()}-{os.getpid()}", options)
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    user = None if options.metrics is None else argument("metrics")
+    part = None if owned else capability("member", user)  # `fedloom run` shows what its own workers do
+    cockpit = None if part is None else part.Cockpit(name, options.metrics)
+    serving = Worker(aggregator, name, options, cockpit)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -67,7 +72,11 @@ def worker(
         stop.set()
     if owned:
         act_at_eof(lambda: _leave(stop))
-    with nullcontext() if settings.log is None else logged_to(expanded(settings.log)):
+    with ExitStack() as stack:
+        if settings.log is not None:
+            stack.enter_context(logged_to(expanded(settings.log)))
+        if cockpit is not None:
+            stack.enter_context(cockpit.shown())
         over = serving.serve(stop)
     if not over and not owned:  # an evicted pod has not done its work, and another must
         raise InterruptedRun("stopped before the end of the run; another worker may take over")
@@ -118,7 +127,8 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
     clients = OwnClients.open(options.packed, options.observe)
     e = None if experiment is None else experiments.load_experiment(experiment)
     parts = None if e is None else parts_for_clients(e, clients)
-    check_allowed(options, e, parts, sends_class_counts=class_counts)
+    size = None if parts is None else parts.setup.model.layout.size * parts.setup.dtype.itemsize
+    check_allowed(options, e, size, sends_class_counts=class_counts)
     if e is not None and parts is not None:
         trained, measured = of_experiment(e, parts)
     typer.echo("The worker sends the aggregator its name, device and versions, and for each client")

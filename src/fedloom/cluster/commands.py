@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedloom.federation.activity import Activity
     from fedloom.runs.listing import StoredFolder
 
-app = Commands(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Federations on Kubernetes, without Kubeflow.")
 
 Name = Annotated[str, typer.Argument(help="The federation: fl-..., or its run id.", metavar="NAME")]
 UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}

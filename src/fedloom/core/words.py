@@ -25,6 +25,18 @@ def pluralize(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def duration(seconds: float) -> str:
+    """Return a readable duration: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
 def rounded_up(bound: float, digits: int = 3) -> str:
     """Return an upper bound, such as an ε, rounded up to this many digits; a relative excess of 10⁻⁶ is ignored."""
     text_shown = f"{bound:.{digits}g}"
@@ -78,6 +90,11 @@ def shortened(text: str, most: int = 60) -> str:
     """Return a text as part of one line, truncated to ``most`` characters, without user information in URLs."""
     line = " ".join(without_secrets(text).split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def first_sentence(docstring: str) -> str:
+    """Return the first paragraph of a docstring, which is a sentence, in one line and without marks of code."""
+    return " ".join(docstring.strip().split("\n\n")[0].split()).replace("``", "")
 
 
 def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:

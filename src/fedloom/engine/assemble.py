@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -38,6 +38,7 @@ from fedloom.federation.progress import Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
 from fedloom.federation.transport import Guard, ModelKeeper
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -97,7 +98,7 @@ class RunContext:
             self.setup.dtype,
             1 if secure is None else secure.signature_bytes,
             federation.clients_per_round,
-            run=answers_digest(self.experiment, self.manifest),
+            run=answers_digest(self.experiment, self.manifest, self.algorithm.version),
             sizes={} if own else {entry.id: entry.train for entry in self.manifest.clients},
         )
 
@@ -121,10 +122,24 @@ class RunContext:
         return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.setup) for k in steps}
 
 
-def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> RunContext:
+CheckSize: TypeAlias = Callable[[int], None]
+"""Check of a model's size in bytes, which raises if it is refused."""
+
+
+def any_size(size: int) -> None:
+    """Accept a model of any size."""
+
+
+def make_parts(
+    experiment: Experiment,
+    manifest: Manifest,
+    trained_on: Manifest | None = None,
+    check_size: CheckSize = any_size,
+) -> RunContext:
     """Build the parts of an experiment from its manifest.
 
-    ``trained_on`` is the manifest that the run was trained with, if it is another.
+    ``trained_on`` is the manifest that the run was trained with, if it is another. ``check_size`` gets the model's size
+    in bytes and may raise, before parameters are allocated.
 
     Raise ExperimentError if the model does not fit the data, the method does not fit the model, or ``federation.until``
     does not fit the task.
@@ -136,6 +151,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     fitted_model = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
     spec = manifest.spec
     model, kind, targets = fitted_model.model, spec.kind, spec.targets
+    check_size(model.layout.size * DTYPE.itemsize)
     if model.raw_targets and targets is not None:
         targets = targets.raw()
         plan = evaluation_plan(
@@ -251,6 +267,7 @@ def client_side(
     revealed_sums: object = None,
     guard: Guard | None = None,
     models: ModelKeeper | None = None,
+    record: WorkerRecord | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
@@ -258,6 +275,7 @@ def client_side(
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed_sums`` the sums that this process helped to
     reveal, None in a simulation. ``guard`` is the policy of a member. ``models`` keeps the clients' models.
+    ``record`` is that of a worker.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -280,6 +298,9 @@ def client_side(
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         size = e.evaluation.batch_size
         measurements = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        if record is not None:
+            names = [client.id for client in clients.clients]
+            record.measured(names, measurements, algorithm.predictors, parts.plan)
         if guard is not None:
             measurements = guard.withhold(measurements, parts.plan)
         return measurements if e.federation.secure_aggregation is None else summed_metrics(measurements, parts.plan)
@@ -315,11 +336,9 @@ def client_side(
 
 def _training_digest(parts: RunContext) -> bytes:
     """Return a digest of everything that shapes a local training, except its clients and messages."""
-    answers, constants = answers_digest(parts.experiment, parts.manifest), digests_of(parts.setup.model.constants)
-    facts = fingerprint(parts.experiment)
-    return digests.combined_digest(
-        answers.hex(), json.dumps([facts, constants, parts.algorithm.version], sort_keys=True)
-    )
+    answers = answers_digest(parts.experiment, parts.manifest, parts.algorithm.version)
+    facts, constants = fingerprint(parts.experiment), digests_of(parts.setup.model.constants)
+    return digests.combined_digest(answers.hex(), json.dumps([facts, constants], sort_keys=True))
 
 
 def in_process(
@@ -401,14 +420,17 @@ def run_digest(experiment: Experiment) -> str:
     return digests.short_digest(json.dumps(fixed, sort_keys=True).encode())
 
 
-def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
+def answers_digest(experiment: Experiment, manifest: Manifest, version: int) -> bytes:
     """Return a digest of all settings that shape a client's answer, as one side of a federation knows them.
 
-    Sides that differ only in a name, deadlines, or numbers of rounds and attempts have equal digests.
+    Sides that differ only in a name, deadlines, numbers of rounds and attempts, or the version of the fedloom package
+    have equal digests; those with another ``version`` of the method have others, and cannot be members of one sum.
     """
     settings = json.loads(experiment.shared_json())
     shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
     federation = {key: settings["federation"][key] for key in shaping}
     figures = manifest.spec.normalization
     description = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
+    if version > 1:  # release 0.1.0 does not digest it, and has only first versions
+        description["version"] = version
     return digests.combined_digest(json.dumps(description, sort_keys=True))

@@ -7,15 +7,18 @@ from typing import Any, Protocol
 
 from fedloom.core.plugins import capability
 from fedloom.core.urls import is_url
-from fedloom.engine.assemble import RunContext
 from fedloom.engine.options import WorkerOptions
 from fedloom.errors import RefusedError, argument
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment
 from fedloom.federation.transport import Gate, Guard
 
 
 class Membership(Gate, Guard, Protocol):
     """A member's policy at work (:class:`fedloom.member.guard.PolicyEnforcer`)."""
+
+    def spent(self) -> tuple[float, float] | None:
+        """Return a bound on the largest ε that a client has spent in the run, and its δ; None if it is not known."""
 
     def close(self) -> None:
         """Let another worker use the member's folder."""
@@ -26,8 +29,11 @@ class Membership(Gate, Guard, Protocol):
     def admit(self, experiment: Experiment, sizes: Mapping[str, int]) -> None:
         """Raise Declined if the policy refuses an experiment, or it waits for approval."""
 
-    def check_model(self, parts: RunContext) -> None:
-        """Raise Declined if the policy refuses the model."""
+    def check_size(self, size: int) -> None:
+        """Raise Declined if the policy refuses a model of so many bytes."""
+
+    def begin(self, plan: EvaluationPlan) -> None:
+        """Begin to answer, with these measurements in evaluations."""
 
 
 class MemberPart(Protocol):
@@ -39,7 +45,7 @@ class MemberPart(Protocol):
     check_options: Callable[..., None]
     refusals: Callable[[Any, Experiment], Iterator[str]]
     code_refusals: Callable[[Any, Sequence[str]], Iterator[str]]
-    model_refusals: Callable[[Any, RunContext], Iterator[str]]
+    model_refusals: Callable[[Any, Experiment, int], Iterator[str]]
 
 
 def member_part(user: str) -> MemberPart:
@@ -65,22 +71,22 @@ def membership_of(options: WorkerOptions, aggregator: str, *, sends_class_counts
 
 
 def check_allowed(
-    options: WorkerOptions, experiment: Experiment | None, parts: RunContext | None, *, sends_class_counts: bool
+    options: WorkerOptions, experiment: Experiment | None, size: int | None, *, sends_class_counts: bool
 ) -> None:
     """Raise ExperimentError if the policy of a worker is invalid, RefusedError if it refuses the experiment.
 
-    ``parts`` are those of the experiment, for the clients of the worker.
+    ``size`` is that of the experiment's model, in bytes.
     """
     if (file := policy_of(options)) is None:
         return
     part = member_part(argument("policy"))
     part.check_options(file, _local(options.states), sends_class_counts=sends_class_counts)
-    if experiment is None or parts is None:
+    if experiment is None or size is None:
         return
     found = [
         *part.code_refusals(file, experiment.code),
         *part.refusals(file, experiment),
-        *part.model_refusals(file, parts),
+        *part.model_refusals(file, experiment, size),
     ]
     if found:
         raise RefusedError("the policy of this worker refuses the experiment:\n  " + "\n  ".join(found))

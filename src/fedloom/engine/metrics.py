@@ -75,21 +75,21 @@ def federation_families(
     labels = {"run": now.run, "method": now.method, "version": fedloom.__version__}
     yield InfoMetricFamily("fedloom_federation", "Run, method and version.", value=labels)
     phases = {name: float(name == now.phase) for name in get_args(LivePhase)}
-    yield _labelled(GaugeMetricFamily, "phase", "Current phase: 1, others: 0.", "phase", phases)
-    yield from _gauge("paused", "1 if a pause has been requested.", float(now.paused_by is not None))
-    yield from _gauge("round", "Last completed round.", now.round)
-    yield from _gauge("rounds_planned", "Planned number of rounds.", now.rounds)
-    yield from _gauge("durable_round", "Last round with a checkpoint.", now.durable_round)
-    yield from _gauge("durable_timestamp_seconds", "Time of the last checkpoint.", now.durable_at)
+    yield by_label(GaugeMetricFamily, "phase", "Current phase: 1, others: 0.", "phase", phases)
+    yield from gauge("paused", "1 if a pause has been requested.", float(now.paused_by is not None))
+    yield from gauge("round", "Last completed round.", now.round)
+    yield from gauge("rounds_planned", "Planned number of rounds.", now.rounds)
+    yield from gauge("durable_round", "Last round with a checkpoint.", now.durable_round)
+    yield from gauge("durable_timestamp_seconds", "Time of the last checkpoint.", now.durable_at)
 
     c = now.clients
     clients = {"roster": c.roster, "observing": c.observing, "connected": c.connected, "absent": c.absent}
-    yield _labelled(GaugeMetricFamily, "clients", "Clients by state; one may be in several.", "state", clients)
-    yield from _gauge("cohort_clients", "Clients sampled in the last round.", c.cohort)
-    yield from _gauge("cohort_answered_clients", "Clients that completed the last round.", c.answered)
-    yield from _gauge("awaited_clients", "Clients whose answers are awaited.", now.awaited)
-    yield from _gauge("late_clients", "Awaited clients that take longer than usual.", now.late)
-    yield from _gauge("workers", "Connected workers.", len(now.workers))
+    yield by_label(GaugeMetricFamily, "clients", "Clients by state; one may be in several.", "state", clients)
+    yield from gauge("cohort_clients", "Clients sampled in the last round.", c.cohort)
+    yield from gauge("cohort_answered_clients", "Clients that completed the last round.", c.answered)
+    yield from gauge("awaited_clients", "Clients whose answers are awaited.", now.awaited)
+    yield from gauge("late_clients", "Awaited clients that take longer than usual.", now.late)
+    yield from gauge("workers", "Connected workers.", len(now.workers))
 
     t = now.totals
     yield from _counter("rounds", "Completed rounds.", t.rounds)
@@ -99,27 +99,27 @@ def federation_families(
     yield from _counter("received_bytes", "Bytes from workers.", t.bytes_up)
     yield from _counter("sent_bytes", "Bytes to workers.", t.bytes_down)
     text = "Wall time of attempts by message; server: the rest."
-    yield _labelled(CounterMetricFamily, "exchange_seconds", text, "message", t.exchanges)
-    yield _labelled(CounterMetricFamily, "phase_seconds", "Wall time by phase.", "phase", t.phases)
-    yield _labelled(CounterMetricFamily, "refusals", "Refused or dropped parts.", "reason", t.refusals)
+    yield by_label(CounterMetricFamily, "exchange_seconds", text, "message", t.exchanges)
+    yield by_label(CounterMetricFamily, "phase_seconds", "Wall time by phase.", "phase", t.phases)
+    yield by_label(CounterMetricFamily, "refusals", "Refused or dropped parts.", "reason", t.refusals)
 
-    yield from _gauge("train_loss", "Training loss of the last round.", now.train_loss)
+    yield from gauge("train_loss", "Training loss of the last round.", now.train_loss)
     if (last_evaluation := now.measured) is not None:
-        yield from _gauge("measured_round", "Round of the last evaluation.", last_evaluation.round)
+        yield from gauge("measured_round", "Round of the last evaluation.", last_evaluation.round)
         yield from _of_evaluation(last_evaluation)
         losses = {group: group_figures.loss_mean for group, group_figures in last_evaluation.groups.items()}
-        yield _labelled(GaugeMetricFamily, "loss", "Mean test loss in the last evaluation.", "group", losses)
+        yield by_label(GaugeMetricFamily, "loss", "Mean test loss in the last evaluation.", "group", losses)
     if (spent := now.privacy) is not None:
-        yield from _gauge("privacy_epsilon", "ε of training so far, toward readers of the models.", spent.epsilon)
-        yield from _gauge("privacy_epsilon_members", "ε of training so far, toward members.", spent.epsilon_members)
+        yield from gauge("privacy_epsilon", "ε of training so far, toward readers of the models.", spent.epsilon)
+        yield from gauge("privacy_epsilon_members", "ε of training so far, toward members.", spent.epsilon_members)
         text = "ε of training so far, toward the aggregator."
-        yield from _gauge("privacy_epsilon_aggregator", text, spent.epsilon_aggregator)
-        yield from _gauge("privacy_delta", "δ of that ε.", spent.delta)
-        yield from _gauge("privacy_sums", "Noisy sums that the ε is about.", spent.sums)
-        yield from _gauge("privacy_budget", "Largest ε, before which training ends.", spent.budget)
+        yield from gauge("privacy_epsilon_aggregator", text, spent.epsilon_aggregator)
+        yield from gauge("privacy_delta", "δ of that ε.", spent.delta)
+        yield from gauge("privacy_sums", "Noisy sums that the ε is about.", spent.sums)
+        yield from gauge("privacy_budget", "Largest ε, before which training ends.", spent.budget)
     if models is not None:
         yield from serving_families(models)
-    yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
+    yield from gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
 
 
 def _of_evaluation(last_evaluation: LastEvaluation) -> Iterator[Any]:
@@ -146,17 +146,18 @@ def serving_families(load: ServingLoad, certificate_end: float | None = None) ->
     """Yield the load of the model service, and the expiry of its certificate if given, as metric families."""
     from prometheus_client.core import GaugeMetricFamily
 
-    yield from _gauge("served_round", "Round whose models are served.", load.round)
+    yield from gauge("served_round", "Round whose models are served.", load.round)
     yield from _counter("models_handed_out", "Models handed out.", load.handed_out)
     yield from _counter("models_refused", "Refused requests for models.", load.refused)
-    yield from _gauge("models_waiting_clients", "Clients waiting for their model to be computed.", load.waiting)
-    yield from _gauge("models_conversations", "Open conversations.", load.conversations)
+    yield from gauge("models_waiting_clients", "Clients waiting for their model to be computed.", load.waiting)
+    yield from gauge("models_conversations", "Open conversations.", load.conversations)
     text = "Time from a client's last answer to its model, over the last models."
-    yield _labelled(GaugeMetricFamily, "models_latency_seconds", text, "quantile", load.latency_s)
-    yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
+    yield by_label(GaugeMetricFamily, "models_latency_seconds", text, "quantile", load.latency_s)
+    yield from gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
 
 
-def _gauge(name: str, text: str, value: float | None) -> Iterator[Any]:
+def gauge(name: str, text: str, value: float | None) -> Iterator[Any]:
+    """Yield a gauge, unless its value is unknown."""
     from prometheus_client.core import GaugeMetricFamily
 
     if value is not None:
@@ -170,7 +171,8 @@ def _counter(name: str, text: str, value: float | None) -> Iterator[Any]:
         yield CounterMetricFamily(f"fedloom_{name}", text, value=value)
 
 
-def _labelled(family: Any, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
+def by_label(family: Any, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
+    """Return a family with a sample for each known value."""
     result = family(f"fedloom_{name}", text, labels=[label])
     for key, value in sorted(values.items()):
         if value is not None:

@@ -41,6 +41,12 @@ class JobOptions:
     ] = ()
 
 
+HEALTH = Option(
+    "Also serve health checks, and nothing else, in plaintext on this address, for probes.", metavar="HOST:PORT"
+)
+METRICS = Option("Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT")
+
+
 @dataclass(frozen=True)
 class ProbeOptions:
     """Addresses at which a server answers probes, and its audit log."""
@@ -52,17 +58,8 @@ class ProbeOptions:
             metavar="FILE",
         ),
     ] = None
-    health: Annotated[
-        str | None,
-        Option(
-            "Also serve health checks, and nothing else, in plaintext on this address, for probes.",
-            metavar="HOST:PORT",
-        ),
-    ] = None
-    metrics: Annotated[
-        str | None,
-        Option("Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT"),
-    ] = None
+    health: Annotated[str | None, HEALTH] = None
+    metrics: Annotated[str | None, METRICS] = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +229,8 @@ class WorkerOptions:
             envvar="FEDLOOM_POLICY",
         ),
     ] = None
+    health: Annotated[str | None, HEALTH] = None
+    metrics: Annotated[str | None, METRICS] = None
     verify: bool = True
     trust: Optional["ClientOptions"] = None
 

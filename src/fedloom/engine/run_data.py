@@ -11,7 +11,7 @@ from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import OWN, GivenNormalization, Own, OwnClients, own_manifest, own_normalization
 from fedloom.data.partition import partition_dataset
-from fedloom.engine.assemble import make_parts
+from fedloom.engine.assemble import CheckSize, any_size, make_parts
 from fedloom.engine.options import RunOptions
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment import Data, Experiment, OwnData
@@ -168,11 +168,14 @@ def open_own(
     return dataset
 
 
-def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
-    """Raise DataError unless the clients' data match the experiment, ExperimentError if the method cannot use them."""
+def check_own(experiment: Experiment, own: Own, clients: OwnClients, check_size: CheckSize = any_size) -> None:
+    """Raise DataError unless the clients' data match the experiment, ExperimentError if the method cannot use them.
+
+    ``check_size`` is that of :func:`~fedloom.engine.assemble.make_parts`.
+    """
     clients.check(own)
     manifest = own_manifest(own, (), experiment.seed, Normalization.identity(own.spec.numbers))
-    parts = make_parts(experiment, manifest)
+    parts = make_parts(experiment, manifest, check_size=check_size)
     if parts.setup.model.needs_labels and not parts.algorithm.trains_unlabelled(parts.settings):
         clients.check_labels()
     check_clients(experiment, clients.entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from fedloom.privacy.settings import SecureAggregation
 class SumsPart(Protocol):
     """Classes and functions of :mod:`fedloom.sums.part`, which documents them."""
 
+    VOCABULARY: Mapping[str, type[Message]]
     Summation: Callable[..., Summing]
     HeldAnswers: Callable[..., AnswerHolder]
     RevealedSums: Callable[[Path | None], object]

@@ -21,6 +21,7 @@ from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, ClientCard, Own, OwnClients, own_manifest, read_own_shard
 from fedloom.engine import assemble, run_data
+from fedloom.engine.assemble import CheckSize
 from fedloom.engine.constants import check_constants
 from fedloom.engine.member import membership_of
 from fedloom.engine.options import WorkerOptions
@@ -30,6 +31,7 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
 from fedloom.federation.roster import Member
 from fedloom.federation.standing import Standing
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
 from fedloom.transport.limits import parse_bandwidth
@@ -42,13 +44,13 @@ log = logging.getLogger(__name__)
 class Worker:
     """Worker that serves clients to an aggregator. The constructor checks everything that needs no connection.
 
-    The ``aggregator`` is ``host:port``; the ``name`` is unique in the run.
+    The ``aggregator`` is ``host:port``; the ``name`` is unique in the run; ``record`` is told what happens.
 
     Raise ExperimentError if an option is invalid; RefusedError if the worker's certificate is not currently valid;
     DataError if the clients' data are missing or damaged.
     """
 
-    def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
+    def __init__(self, aggregator: str, name: str, options: WorkerOptions, record: WorkerRecord | None = None) -> None:
         host, _ = split_address(aggregator, what=argument("aggregator"), lowest=1)
         self._credentials = Credentials(options.trust)
         self._credentials.show(host)
@@ -60,6 +62,9 @@ class Worker:
         self._bandwidth = None if settings.bandwidth is None else parse_bandwidth(settings.bandwidth)
         self._device = assemble.use_device(settings.runtime.device, settings.runtime.threads)
         self._member = membership_of(options, aggregator, sends_class_counts=settings.class_counts)
+        self._record = record
+        if record is not None and self._member is not None:
+            record.spent = self._member.spent
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
         self._revealed: object = None  # kept across aggregators in this process
@@ -102,6 +107,8 @@ class Worker:
             bandwidth=self._bandwidth,
             gate=self._member,
             told=self._told,
+            record=self._record,
+            health=self._options.health,
         )
 
     def _told(self, standing: Standing) -> None:
@@ -122,15 +129,16 @@ class Worker:
             member.admit(shared, self._provider.sizes)
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
         revealed_sums = None if secure is None or self._own is None else self._remembered()
+        check_size = assemble.any_size if member is None else member.check_size
         if self._own is not None and facts.get("normalization", "") is None:  # it is not measured yet
-            cards = self._own.measured_cards(shared)
+            cards = self._own.measured_cards(shared, check_size)
             if secure is None:
                 return measuring_side(cards, MeasuredClients(cards), guard=member)
             return sums_part().securely_measuring_side(cards, secure, signing, revealed_sums, guard=member)
-        dataset = self._provider.dataset(shared, facts)
-        parts = assemble.make_parts(shared, dataset.manifest)
+        dataset = self._provider.dataset(shared, facts, check_size)
+        parts = assemble.make_parts(shared, dataset.manifest, check_size=check_size)
         if member is not None:
-            member.check_model(parts)
+            member.begin(parts.plan)
         check_constants(parts, _digests(facts), "the aggregator's model")
         if self._models is not None:
             self._models.begin(parts)
@@ -144,6 +152,7 @@ class Worker:
             revealed_sums=revealed_sums,
             guard=member,
             models=self._models,
+            record=self._record,
         )
 
     def _remembered(self) -> object:
@@ -210,7 +219,7 @@ class PartitionProvider:
         """Numbers of training examples of all clients that may be served."""
         return {entry.id: entry.train for entry in self._dataset.manifest.clients}
 
-    def dataset(self, shared: Experiment, facts: Mapping[str, Any]) -> FederatedDataset:
+    def dataset(self, shared: Experiment, facts: Mapping[str, Any], check_size: CheckSize) -> FederatedDataset:
         """Return the clients' data; raise DataError if the aggregator has another partition, or none."""
         fingerprint = self._dataset.manifest.fingerprint
         if "partition" not in facts:
@@ -257,27 +266,27 @@ class OwnDataProvider:
         """Numbers of training examples of the clients."""
         return {client: self._packed.cards[client].train for client in self.clients}
 
-    def measured_cards(self, shared: Experiment) -> dict[str, ClientCard]:
+    def measured_cards(self, shared: Experiment, check_size: CheckSize) -> dict[str, ClientCard]:
         """Return the cards of the clients, whose inputs the aggregator measures; raise as :meth:`dataset`."""
-        self._check(shared)
+        self._check(shared, check_size)
         return {client: self._packed.cards[client] for client in self.clients}
 
-    def _check(self, shared: Experiment) -> Own:
+    def _check(self, shared: Experiment, check_size: CheckSize) -> Own:
         if not isinstance(shared.data, OwnData):
             raise DataError(
                 f"{argument('packed')} names packed clients, but the aggregator's experiment has data.dataset "
                 f"{shared.data.dataset}; give {argument('partition')}.",
                 key="packed",
             )
-        run_data.check_own(shared, shared.data.own, self._packed)
+        run_data.check_own(shared, shared.data.own, self._packed, check_size)
         return shared.data.own
 
-    def dataset(self, shared: Experiment, facts: Mapping[str, Any]) -> FederatedDataset:
+    def dataset(self, shared: Experiment, facts: Mapping[str, Any], check_size: CheckSize) -> FederatedDataset:
         """Return the clients' data if they match the experiment.
 
         Raise DataError if they do not, or the experiment requires a partition.
         """
-        own = self._check(shared)
+        own = self._check(shared, check_size)
         normalization = Normalization(*(tuple(facts["normalization"][key]) for key in ("mean", "std")))
         return OwnDataset(self._packed, own_manifest(own, self._packed.entries, shared.seed, normalization))
 

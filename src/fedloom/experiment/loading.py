@@ -181,6 +181,8 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
     ------
     ExperimentError
         If this version of FedLoom cannot run the experiment.
+    RefusedError
+        If the experiment has keys that this version does not know.
     """
     from fedloom.data.local import LOCAL
     from fedloom.experiment.sections import Runtime as Defaults
@@ -199,7 +201,7 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
         check_sent_factory(name, dotted(path))
     value["runtime"] = (runtime or Defaults()).model_dump(mode="json")
     # A local data set is on the aggregator's machine, which has checked the combinations.
-    return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL)
+    return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL, sent=True)
 
 
 def of(

@@ -14,13 +14,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 
+import fedloom
 from fedloom.algorithms.base import Algorithm, available, find_algorithm
 from fedloom.algorithms.requirements import check_example_privacy
+from fedloom.core.words import first_of, printable
 from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
 from fedloom.data.local import log_notes
 from fedloom.data.spec import DataSpec
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, RefusedError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import SET, KeyPath, SettingError, dotted, explain, listing
 from fedloom.models.fitting import fitted
@@ -34,12 +36,12 @@ from fedloom.tasks.registry import agreed_task
 
 
 def validated(
-    value: dict[str, Any], source: str, origins: Mapping[KeyPath, str], *, combined: bool = True
+    value: dict[str, Any], source: str, origins: Mapping[KeyPath, str], *, combined: bool = True, sent: bool = False
 ) -> Experiment:
     """Return the experiment that a mapping describes.
 
     Raise ExperimentError, with the name of the ``source`` and the ``origins`` of keys, if a key or, with ``combined``,
-    a combination of keys is invalid.
+    a combination of keys is invalid. Raise RefusedError if another process has ``sent`` a key that is unknown here.
     """
     try:
         experiment = Experiment.model_validate_json(json.dumps(value, default=str), strict=True)
@@ -48,6 +50,11 @@ def validated(
         name = algorithm.get("name") if isinstance(algorithm, dict) else None
         schema = json_schema([name] if name in available() else None)
         errors = explain(error, schema, value)
+        unknown = [printable(dotted(each.path), 80) for each in errors if each.text.startswith("unknown key")]
+        if sent and unknown:
+            keys, here = f"keys {first_of(unknown, 5)}", f"fedloom {fedloom.__version__}"
+            reason = f"The {source} has {keys}, which {here} does not know."
+            raise RefusedError(reason, key=unknown[0], hint="upgrade this worker") from None
         remaining = [m for m in errors if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
         renamed = origins.get(("algorithm", "name")) == SET and any(origins.get(m.path) != SET for m in remaining)
         # The file's other keys belong to the method that it names.

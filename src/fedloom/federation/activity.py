@@ -79,6 +79,12 @@ class ConnectedWorker:
     """Time of joining, in seconds since 1970."""
     sign: float = 0.0
     """Time of the last frame sent or received, in seconds since 1970."""
+    package: str = ""
+    """Version of the fedloom package, as the worker reported it; empty if the aggregator does not show it."""
+    protocol: int | None = None
+    """Version of the protocol that the aggregator and the worker use; None if the aggregator does not show it."""
+    withheld: str = ""
+    """Measurements that its member's policy keeps, and the policy's line; empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +260,8 @@ class Activity:
     """Connected workers, by name."""
     declined: dict[str, str] = field(default_factory=dict)
     """Reasons of workers whose members do not take part, by name, until they join again."""
+    too_new: dict[str, str] = field(default_factory=dict)
+    """Workers that wait until the aggregator is upgraded, by name: what they have, and what is needed."""
     privacy: PrivacySpent | None = None
     """Privacy that training has spent; None if it is not private, or nothing is known yet."""
 
@@ -275,6 +283,7 @@ class Connected:
     bytes_up: int
     bytes_down: int
     declined: Mapping[str, str] = field(default_factory=dict)
+    too_new: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

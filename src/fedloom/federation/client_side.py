@@ -458,6 +458,7 @@ def _failure(
     names, key = ", ".join(clients), request.key
     reason = " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
     details = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": request.exchange}
+    details["data"] = {"event": "refused"}
     _log.error("clients %s %s: %s", names, action, reason, exc_info=traceback, extra=details)
     return Lost(safe_reason(error), is_bug(error))
 

@@ -223,6 +223,7 @@ def _with_connected(state: Activity, connected: Connected) -> Activity:
         ),
         workers=connected.workers,
         declined=dict(connected.declined),
+        too_new=dict(connected.too_new),
     )
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from pydantic import TypeAdapter
 
+from fedloom.core.words import pluralize
 from fedloom.federation.activity import Activity, Phase
 
 LONGEST = 4096
 """Maximum characters of a standing as JSON."""
+
+LARGEST = 2**53
+"""Largest number in a standing."""
+
+DAY_S, YEAR_S = 86_400.0, 3.2e7
+"""Seconds of a day and of a year."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +69,40 @@ class Standing:
         """Parse the JSON of an aggregator; raise ValueError if it is too long or not a standing."""
         if len(text) > LONGEST:
             raise ValueError(f"the standing has {len(text)} characters; the limit is {LONGEST}")
-        return _STANDING.validate_json(text)
+        standing = _STANDING.validate_json(text)
+        if any(isinstance(value, int | float) and not 0 <= value <= LARGEST for value in vars(standing).values()):
+            raise ValueError(f"the numbers of a standing lie between 0 and {LARGEST}")
+        return standing
 
     def to_json(self) -> str:
         """Return the standing as JSON."""
         return _STANDING.dump_json(self).decode()
+
+    def in_words(self, at: float) -> str:
+        """Return what the federation does, and what it waits for; ``at`` is the time of the standing, since 1970."""
+        of = "" if self.rounds is None else f" of {self.rounds}"
+        current, last = f"round {self.doing or self.round}{of}", f"round {self.round}{of}"
+        members = pluralize(self.members, "member")
+        if self.connected is not None:
+            members = f"{self.connected} of {members} connected"
+        words = {
+            "waiting": f"waiting, {members}",
+            "training": f"training {current}",
+            "evaluating": f"evaluating {last}",
+            "saving": f"saving {last}",
+            "running": f"running, after {last}",
+        }.get(self.phase, f"{self.phase} after {last}")
+        if self.best_round is not None:
+            words += f", best round {self.best_round}"
+        return f"{words}, {self.waits(at)}" if self.awaited else words
+
+    def waits(self, at: float) -> str:
+        """Return whom the aggregator waits for, and until when; ``at`` is the time of the standing, since 1970."""
+        text = f"waits for {self.awaited} of {pluralize(self.members, 'member')}"
+        if self.remaining_s is None or self.remaining_s > YEAR_S:
+            return text
+        until = datetime.fromtimestamp(at + self.remaining_s)
+        return f"{text} until {until:%H:%M}" if self.remaining_s < DAY_S else f"{text} until {until:%Y-%m-%d %H:%M}"
 
 
 _STANDING = TypeAdapter(Standing)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedloom.kubeflow.client import Kubeflow
     from fedloom.kubeflow.pods import PodSettings
 
-app = Commands(help="Kubeflow pipelines.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Kubeflow pipelines.")
 
 Name = Annotated[
     str, typer.Argument(help="personalized_federation, compare_methods or unseen_clients.", metavar="NAME")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 app = Commands(
     help="Policy of a member: experiments that wait, approvals, and what has been spent.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 PolicyPath = Annotated[

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
@@ -17,7 +16,7 @@ import torch
 from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.sums import STATISTICS
 from fedloom.core.words import first_of, rounded_up
-from fedloom.engine.assemble import RunContext, run_digest
+from fedloom.engine.assemble import run_digest
 from fedloom.engine.sums import sums_part
 from fedloom.engine.training_privacy import noisy_steps_of
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError
@@ -27,11 +26,11 @@ from fedloom.experiment.loading import named_code
 from fedloom.federation.measuring import MEASURE, MeasureInputs
 from fedloom.federation.transport import ConversationKey, Declined
 from fedloom.member.approvals import Approvals, experiment_digest
-from fedloom.member.policy import MEASURES, MOMENTS, PolicyFile, code_digest, permitted_fields
+from fedloom.member.policy import MEASURES, MOMENTS, PolicyFile, TrafficLimits, code_digest, permitted_fields
 from fedloom.member.usage import Usage
 from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.models.factories import is_permitted_to_send, permit_sent_factory
-from fedloom.privacy.accounting import Release, epsilon_of
+from fedloom.privacy.accounting import Release, epsilon_bound, epsilon_of
 from fedloom.privacy.settings import SMALLEST_SUM, TrainingPrivacy, least_survivors
 from fedloom.privacy.spent import Spent, TrainingCost
 from fedloom.privacy.tally import fits
@@ -40,9 +39,6 @@ log = logging.getLogger("fedloom.member")
 
 RETRY_S = 60.0
 """Seconds after which a worker asks an open federation again whose experiment its policy refuses."""
-
-ROUNDS = 10_000
-"""Rounds whose bytes are counted, oldest first to be forgotten: an aggregator may name any round."""
 
 RESERVE = 4096
 """Bytes of a day that are left for the reason why the worker disconnects."""
@@ -124,14 +120,14 @@ def _privacy_refusals(file: PolicyFile, experiment: Experiment) -> Iterator[str]
         yield f"{where}: is at least {least:g}, and federation.privacy.noise_multiplier is {z:g}"
 
 
-def model_refusals(file: PolicyFile, parts: RunContext) -> Iterator[str]:
-    """Yield what a policy refuses in the model of an experiment, and limits that its first round would exceed."""
-    policy, size = file.policy, parts.setup.model.layout.size * parts.setup.dtype.itemsize
+def model_refusals(file: PolicyFile, experiment: Experiment, size: int) -> Iterator[str]:
+    """Yield why a policy refuses a model of so many bytes, and limits that the first round would exceed."""
+    policy, trains = file.policy, find_algorithm(experiment.algorithm.name).trains
     if policy.largest_model is not None and size > policy.largest_model:
         yield f"{file.place('largest_model')}: is {policy.largest_model} bytes, and the model has {size}"
     for key in ("per_round", "per_day"):
         limit = getattr(policy.traffic, key)
-        if limit is not None and parts.algorithm.trains and limit < 2 * size:
+        if limit is not None and trains and limit < 2 * size:
             yield (
                 f"{file.place('traffic', key)}: is {limit} bytes, and the first round needs at least {2 * size}: the "
                 "model down, and an update up"
@@ -199,13 +195,12 @@ class PolicyEnforcer:
         folder = file.folder(states)
         self._now, self._aggregator = now, aggregator
         self._approvals = Approvals(folder) if folder is not None and policy.approve == "ask" else None
-        counted = file.needs_folder not in (None, "approve") or policy.traffic.per_day is not None
+        counted = file.needs_folder not in (None, "approve") or policy.traffic != TrafficLimits()
         self._usage = Usage(folder if counted else None, policy.traffic.per_day, now)
-        self._rounds: defaultdict[tuple[str, int], int] = defaultdict(int)
-        self._lock = threading.Lock()
         self._refused: _Refused | None = None
         self._ended: FedloomError | None = None
         self._full: date | None = None  # day of which no bytes are left
+        self.withheld = ""
         self._digest = ""  # of the admitted experiment
         self._run = ""
         self._experiment: Experiment | None = None
@@ -229,7 +224,7 @@ class PolicyEnforcer:
     def closed(self) -> str | None:
         """Return why the worker must not be connected now; None if it may be. Callable from any thread."""
         if (hours := self.file.hours) is not None and not hours.contains(self._now().time()):
-            return f"{self.file.place('hours')}: it is outside {self.policy.hours}"
+            return f"{self.file.place('hours')}: it is outside {self.policy.hours}; waits until {hours.start:%H:%M}"
         limit = self.policy.traffic.per_day
         if limit is not None and (self._usage.today >= limit - RESERVE or self._full == self._now().date()):
             return f"{self.file.place('traffic', 'per_day')}: the {limit} bytes of this day are used up"
@@ -262,15 +257,12 @@ class PolicyEnforcer:
         A message that is refused is not counted.
         """
         traffic = self.policy.traffic
-        with self._lock:
-            used = self._rounds[self._run, key.round] + size
-            if traffic.per_round is not None and used > traffic.per_round:
+        if traffic.per_day is not None and (today := self._usage.today + size + RESERVE) > traffic.per_day:
+            return f"{self.file.place('traffic', 'per_day')}: this day would need {today} bytes"
+        if (limit := traffic.per_round) is not None:
+            used = self._usage.count_round(f"{self._run} {key.round}", size, limit)
+            if used > limit:
                 return f"{self.file.place('traffic', 'per_round')}: round {key.round} would need {used} bytes"
-            if traffic.per_day is not None and (today := self._usage.today + size + RESERVE) > traffic.per_day:
-                return f"{self.file.place('traffic', 'per_day')}: this day would need {today} bytes"
-            self._rounds[self._run, key.round] = used
-            if len(self._rounds) > ROUNDS:
-                del self._rounds[next(iter(self._rounds))]
         return None
 
     # --- joining
@@ -304,15 +296,23 @@ class PolicyEnforcer:
         self._experiment, self._digest, self._run = experiment, digest, run_digest(experiment)
         self._sizes, self._steps = sizes, noisy_steps_of(experiment)
 
-    def check_model(self, parts: RunContext) -> None:
-        """Raise Declined if the policy refuses the model, or its limits do not suffice for a round."""
-        is_open = isinstance(parts.experiment.data, OwnData)
-        if found := list(model_refusals(self.file, parts)):
-            self._decline(found, is_open=is_open, digest=self._digest)
-        names = {**MEASURES, "sums": tuple(metric.name for part in parts.plan.sums for metric in part.metrics)}
+    def check_size(self, size: int) -> None:
+        """Raise Declined if the policy refuses a model of so many bytes, or its limits do not suffice for a round."""
+        assert self._experiment is not None
+        if found := list(model_refusals(self.file, self._experiment, size)):
+            self._decline(found, is_open=isinstance(self._experiment.data, OwnData), digest=self._digest)
+
+    def begin(self, plan: EvaluationPlan) -> None:
+        """Decide which of these measurements may leave; log, and tell the aggregator, those that stay."""
+        names = {**MEASURES, "sums": tuple(metric.name for part in plan.sums for metric in part.metrics)}
         self._fields = frozenset(permitted_fields(self.policy, names))
-        if withheld := sorted({*names} - self._fields - {"models"}):
-            log.info("measurements that stay here (%s): %s", self.file.place("metrics"), ", ".join(withheld))
+        allowed = self.policy.metrics
+        kept = {*MEASURES} - self._fields - {"models"}
+        kept |= {name for name in names["sums"] if allowed is not None and name not in allowed}
+        key = "metrics" if allowed is not None else "class_counts"
+        self.withheld = f"{self.file.place(key)}: withholds {', '.join(sorted(kept))}" if kept else ""
+        if kept:
+            log.info("%s", self.withheld)
 
     def _state(self, digest: str) -> str | None:
         return None if self._approvals is None else self._approvals.state(digest)
@@ -426,6 +426,19 @@ class PolicyEnforcer:
                 place = self.file.place("privacy", "epsilon_total")
                 raise DataError(f"{place}: is {most:g}, and with this answer ε would be {rounded_up(total)} in all")
         self._usage.spend(self._run, client, privacy, counts)
+
+    def spent(self) -> tuple[float, float] | None:
+        """Return a bound on the largest ε that a client has spent in the run, and its δ.
+
+        Return None if the policy counts none, or the package that accounts for samples is not installed.
+        """
+        if (wanted := self.policy.privacy) is None or self._privacy is None or not self._sizes:
+            return None
+        counts = {frozenset(self._usage.spent(self._run, client).items()) for client in self._sizes}
+        try:
+            return max(epsilon_bound(Counter(dict(each)), wanted.delta) for each in counts), wanted.delta
+        except ExperimentError:
+            return None
 
     def _ledger(self) -> Spent:
         wanted = self.policy.privacy

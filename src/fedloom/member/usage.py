@@ -26,9 +26,12 @@ LOCK = "usage.lock"
 AHEAD = 100
 """Parts of a day's limit that are recorded before they are used: few writes, and a kill forgets none."""
 
+ROUNDS = 1000
+"""Rounds whose bytes are counted, oldest first to be forgotten: an aggregator may name any round."""
+
 
 class Usage:
-    """Bytes of the day, and releases by run and client; on disk if there is a folder. Thread-safe.
+    """Bytes of the day and by round, and releases by run and client; on disk if there is a folder. Thread-safe.
 
     Parameters
     ----------
@@ -60,6 +63,7 @@ class Usage:
         self._ahead = (limit or 0) // AHEAD
         self._lock = threading.RLock()
         self._day, self._bytes, self._recorded = "", 0, 0
+        self._rounds: dict[str, int] = {}
         self._spent: dict[str, dict[str, TrainingCost]] = {}
         self._held: int | None = None
         if folder is None:
@@ -95,6 +99,16 @@ class Usage:
             if self._bytes > self._recorded:
                 self._recorded = self._bytes + self._ahead
                 self._write(durably=False)
+
+    def count_round(self, name: str, size: int, limit: int) -> int:
+        """Count bytes of messages in a round, unless they exceed a limit; return the round's bytes with them."""
+        with self._lock:
+            if (used := self._rounds.get(name, 0) + size) <= limit:
+                self._rounds[name] = used
+                if len(self._rounds) > ROUNDS:
+                    del self._rounds[next(iter(self._rounds))]
+                self._write(durably=False)
+            return used
 
     @property
     def today(self) -> int:
@@ -137,6 +151,7 @@ class Usage:
                 value = parsed_json(digests.without_digest(RECORD, read_file(self._path)))
             self._day, self._bytes = str(value["day"]), int(value["bytes"])
             self._recorded = self._bytes
+            self._rounds = {str(name): int(size) for name, size in value["rounds"].items()}
             self._spent = {
                 run: {client: TrainingCost.model_validate(cost) for client, cost in clients.items()}
                 for run, clients in value["spent"].items()
@@ -153,6 +168,6 @@ class Usage:
             run: {client: cost.model_dump(mode="json") for client, cost in clients.items()}
             for run, clients in self._spent.items()
         }
-        value: dict[str, Any] = {"day": self._day, "bytes": self._recorded, "spent": spent}
+        value: dict[str, Any] = {"day": self._day, "bytes": self._recorded, "rounds": self._rounds, "spent": spent}
         text = digests.with_digest(RECORD, json.dumps(value, indent=2))
         write_atomically(self._path, text.encode(), durably=durably, private=True)

@@ -101,7 +101,9 @@ class KeptModels:
         with self._lock:
             for client, rounds in sorted(self._rounds.items()):
                 text = "client %s: its models of rounds %d (last) and %d (best) are in %s"
-                _log.info(text, client, rounds["last"], rounds["best"], self._folder / client, extra={"client": client})
+                folder = self._folder / client
+                data = {"event": "models", "folder": str(folder), **rounds}
+                _log.info(text, client, rounds["last"], rounds["best"], folder, extra={"client": client, "data": data})
             if self._failed is not None:
                 raise self._failed
 

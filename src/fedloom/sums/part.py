@@ -2,11 +2,13 @@
 
 from fedloom.sums.held_answers import HeldAnswers
 from fedloom.sums.measuring import MomentDigits, securely_measured_normalization, securely_measuring_side
+from fedloom.sums.messages import VOCABULARY
 from fedloom.sums.revealed_sums import RevealedSums
 from fedloom.sums.summation import Summation
 from fedloom.sums.vector import weaker_graph
 
 __all__ = [
+    "VOCABULARY",
     "HeldAnswers",
     "MomentDigits",
     "RevealedSums",

@@ -143,13 +143,16 @@ class LiveStatus:
                 len(link.worker.clients),
                 offset + link.joined_at,
                 offset + link.sign_at,
+                link.worker.package,
+                link.protocol,
+                link.withheld,
             )
             for link in self._dispatcher.links()
         )
         refusals, awaiting = dict(self._dispatcher.refusals.counts), tuple(self._dispatcher.awaiting())
-        traffic, declined = self._traffic, dict(self._dispatcher.declined)
+        traffic, declined, too_new = self._traffic, dict(self._dispatcher.declined), dict(self._dispatcher.too_new)
         return self._monitor.now(
-            Connected(workers, awaiting, self._served(), refusals, traffic.up, traffic.down, declined)
+            Connected(workers, awaiting, self._served(), refusals, traffic.up, traffic.down, declined, too_new)
         )
 
     def _served(self) -> int:

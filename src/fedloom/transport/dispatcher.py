@@ -29,7 +29,7 @@ log = logging.getLogger("fedloom.transport.aggregator")
 
 ALLOWED_PER_ROW = 4  # refused or late parts; a late reply has two parts, and may have been requested twice
 UNREAD_LANES = 256
-MOST_DECLINED = 1_000  # members that are remembered as having declined
+MOST_AWAY = 1_000  # workers that are remembered as having declined, or as too new
 STOPPED = "the aggregator stopped"
 
 
@@ -60,6 +60,8 @@ class Dispatcher:
         self._links: dict[str, Link] = {}
         self.declined: dict[str, str] = {}
         """Reasons of workers whose members do not take part, by name, until they join again."""
+        self.too_new: dict[str, str] = {}
+        """Versions of workers that wait until this aggregator is upgraded, by name, until they join."""
         self._claims: dict[str, str] = {}  # the worker that serves each client with data of its own; exclusive
         self._conversations = Conversations()
         self._longest_s: dict[tuple[str, int], float] = {}  # longest time to an answer, by purpose and exchange
@@ -118,6 +120,7 @@ class Dispatcher:
             self._replace(old, link)
         self._links[link.name] = link
         self.declined.pop(link.name, None)
+        self.too_new.pop(link.name, None)
         self.silence.sign(link.worker.clients, link.name, link.owner)
         self.silence.join((member.id for member in link.worker.members), link.name, link.owner)
         self._claims.update((member.id, link.name) for member in link.worker.members)
@@ -125,8 +128,9 @@ class Dispatcher:
             self._note_held(link, conversation)
         for report in islice(partial, HELD_CONVERSATIONS):
             self._note_partial(link, report)
-        client_count = pluralize(len(link.worker.clients), "client")
-        log.info("worker %s (%s, %s) joined", link.name, link.worker.device, client_count, extra={"worker": link.name})
+        worker, count = link.worker, pluralize(len(link.worker.clients), "client")
+        about = f"{worker.device}, {count}, fedloom {worker.package}, protocol {link.protocol}"
+        log.info("worker %s (%s) joined", link.name, about, extra={"worker": link.name})
         self._publish(link.worker, None if old is None else old.worker)
         self._dispatch_all()
 
@@ -179,14 +183,17 @@ class Dispatcher:
 
     def _note_declined(self, link: Link, reason: str) -> None:
         """Record that a member does not take part, and lose the rows that only it could answer."""
-        self.declined[link.name] = reason
-        while len(self.declined) > MOST_DECLINED:
-            del self.declined[next(iter(self.declined))]
+        _remember(self.declined, link.name, reason)
         own = {member.id for member in link.worker.members}
         for _, exchange in self._conversations.running():
             for row in [row for row in exchange.outstanding if exchange.client[row] in own]:
                 exchange.expect_no_more(row)
                 exchange.inbox.put((row, Lost(reason)))
+
+    def note_too_new(self, name: str, reason: str) -> None:
+        """Record that a worker waits until this aggregator is upgraded, unless a worker of this name is connected."""
+        if name not in self._links:
+            _remember(self.too_new, name, reason)
 
     def _release(self, link: Link) -> None:
         """Take back the rows awaited from this stream, and release its clients."""
@@ -450,6 +457,13 @@ def _let_silent_rest(exchange: Exchange) -> None:
         if link not in exchange.answered and patience is not None and now - since > patience:
             link.silent += 1
             link.rests_until = now + min(300.0, 5.0 * 2**link.silent)
+
+
+def _remember(reasons: dict[str, str], name: str, reason: str) -> None:
+    """Record the reason why a worker is away, and forget the oldest reasons if there are very many."""
+    reasons[name] = reason
+    while len(reasons) > MOST_AWAY:
+        del reasons[next(iter(reasons))]
 
 
 def _closed(key: ConversationKey) -> wire.AggregatorPart:

@@ -28,6 +28,7 @@ from fedloom.transport.frames import Refusal, WireError, serialize
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.resuming import Partial, Sending, Transfer
 from fedloom.transport.stream import Outbox, key_from_wire
+from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
 LEAST_PATIENCE_S = 2.0
@@ -110,6 +111,7 @@ class WorkerInfo:
     clients: Collection[str]
     device: str
     members: tuple[Member, ...] = ()
+    package: str = ""
 
 
 @dataclass(eq=False)
@@ -132,6 +134,8 @@ class Link:
 
     worker: WorkerInfo
     owner: str | None = None  # name of its identity, if any
+    protocol: int = PROTOCOL
+    """Version of the protocol that both sides use."""
     outbox: Outbox = field(default_factory=lambda: Outbox(HEARTBEAT))
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
     held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)
@@ -151,6 +155,8 @@ class Link:
     fault: WireError | None = None
     declined: str | None = None
     """Reason why the worker's member does not take part; None while it does."""
+    withheld: str = ""
+    """Measurements that its member keeps, and the reason."""
     heartbeats: TokenBucket = field(default_factory=lambda: TokenBucket(10, 10 / stream.HEARTBEAT_S))
     """Limit on heartbeats from the worker."""
 
@@ -240,7 +246,8 @@ class Exchange:
     def keep_partial(self, arrival: Arrival) -> None:
         """Keep a large answer that a broken stream has left incomplete, while its row is asked of no other stream."""
         row, assembler = next(iter(arrival.rows), -1), arrival.assembler
-        if assembler.received >= CHUNK_BYTES and arrival.is_alone and row in self.outstanding and row not in self.sent:
+        is_large = arrival.is_alone and assembler.received >= CHUNK_BYTES
+        if is_large and arrival.link.protocol >= 10 and row in self.outstanding and row not in self.sent:
             transfer = self.call.key, self.call.exchange, (row,)
             self.partials[row] = arrival.link.process, Partial(transfer, arrival.cls.__name__, assembler)
 

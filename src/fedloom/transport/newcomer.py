@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 
-import fedloom
 from fedloom.core.words import DEEPEST, parsed_json, printable
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, FedloomError, QuorumError, RefusedError
@@ -26,11 +25,11 @@ from fedloom.transport.stream import (
     DESCRIBE,
     MODELS,
     PERSONALIZE,
-    PROTOCOL,
     RETRY,
     PartReader,
     message_frames,
 )
+from fedloom.transport.versions import SPOKEN, package_for
 from fedloom.transport.wire import personalization_pb2 as wire
 
 MOST_BYTES = 1 << 32
@@ -88,6 +87,7 @@ class Models:
             request_serializer=wire.DescribeRequest.SerializeToString,
             response_deserializer=wire.Described.FromString,
         )
+        self._protocol = SPOKEN.newest  # until the server has described its run
         self._personalize = self._channel.stream_stream(f"/{MODELS}/{PERSONALIZE}")
 
     async def close(self) -> None:
@@ -97,21 +97,25 @@ class Models:
     async def describe(self, timeout_s: float) -> ServedModels:
         """Return what the server serves.
 
-        Raise RefusedError if the server does not admit us, or has another version. Raise QuorumError if there is no
-        answer in time, or no round is durable.
+        Raise RefusedError if the server does not admit us, or speaks no protocol that we speak. Raise QuorumError if
+        there is no answer in time, or no round is durable.
         """
         ends = time.monotonic() + timeout_s
+        asked = wire.DescribeRequest(protocol=SPOKEN.newest, oldest_protocol=SPOKEN.oldest)
         while True:
             with self._failures(ends) as wait_s:
                 description = await self._describe(
-                    wire.DescribeRequest(), metadata=self._metadata, timeout=max(0.001, ends - time.monotonic())
+                    asked, metadata=self._metadata, timeout=max(0.001, ends - time.monotonic())
                 )
-                if (description.package, description.protocol) != (fedloom.__version__, PROTOCOL):
+                if not SPOKEN.oldest <= description.protocol <= SPOKEN.newest:
+                    package = printable(description.package, 80)
+                    is_newer = description.protocol > SPOKEN.newest
                     raise RefusedError(
-                        f"the server at {self._address} has fedloom {printable(description.package, 80)} with protocol "
-                        f"{description.protocol}, and this client has {fedloom.__version__} with protocol {PROTOCOL}",
-                        hint=_SAME_VERSION,
+                        f"the server at {self._address} has fedloom {package}, which speaks protocol "
+                        f"{description.protocol}, and this client speaks {SPOKEN.oldest} to {SPOKEN.newest}.",
+                        hint=f"install fedloom {package} here" if is_newer else "upgrade the server",
                     )
+                self._protocol = description.protocol
                 if description.HasField("served"):
                     return _parse_description(description)
                 wait_s[:] = [1.0]
@@ -152,7 +156,7 @@ class Models:
         ends = time.monotonic() + timeout_s
         ask = wire.Ask(
             client=client,
-            package=fedloom.__version__,
+            package=package_for(self._protocol),
             algorithm=description.algorithm,
             algorithm_version=description.version,
             round=round,

@@ -20,7 +20,6 @@ from typing import Any
 import grpc
 from pydantic import Field
 
-import fedloom
 from fedloom.core.settings import Settings
 from fedloom.core.words import pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
@@ -38,12 +37,12 @@ from fedloom.transport.stream import (
     DESCRIBE,
     MODELS,
     PERSONALIZE,
-    PROTOCOL,
     RETRY,
     PartReader,
     Received,
 )
 from fedloom.transport.tiles import CallError, PendingClient, PreparedRound, TileQueue
+from fedloom.transport.versions import FIXED, SPOKEN, Protocols, package_for
 from fedloom.transport.wire import personalization_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.personalization")
@@ -234,7 +233,9 @@ class Personalization:
     async def _describe(self, request: wire.DescribeRequest, context: Any) -> wire.Described:
         async with self._refusing(context):
             current = await self._served()
-        load, description = self.load, wire.Described(package=fedloom.__version__, protocol=PROTOCOL)
+        newest = request.protocol or FIXED.newest
+        protocol = SPOKEN.choose(Protocols(newest, request.oldest_protocol or newest)) or SPOKEN.newest
+        load, description = self.load, wire.Described(package=package_for(protocol), protocol=protocol)
         description.load.handed_out, description.load.refused = load.handed_out, load.refused
         description.load.waiting = load.waiting
         for share, name in (("0.5", "p50_ms"), ("0.9", "p90_ms"), ("0.99", "p99_ms")):
@@ -404,9 +405,6 @@ async def _read_ask(reader: PartReader) -> wire.Ask | None:
 
 def _check_ask(ask: wire.Ask) -> None:
     """Raise CallError if a client's request cannot be served."""
-    if ask.package != fedloom.__version__:
-        reason = f"the client has fedloom {printable(ask.package, 80)}, and this server {fedloom.__version__}"
-        raise CallError(grpc.StatusCode.FAILED_PRECONDITION, f"{reason}; {_SAME_VERSION}")
     if not CLIENT_ID.fullmatch(ask.client):
         reason = "the client's id must have 1 to 128 letters, digits, '.', '_' and '-'"
         raise CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)

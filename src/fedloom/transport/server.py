@@ -44,7 +44,7 @@ HEALTH_REQUEST_BYTES = 256
 HEALTH_REQUEST_S = 1.0
 """Seconds a peer has to send its gRPC request."""
 
-HEALTH_PATH = "/healthz"
+HEALTH_PATH, READY_PATH = "/healthz", "/readyz"
 
 _HealthResponse = health_pb2.HealthCheckResponse
 
@@ -136,7 +136,8 @@ async def listening(
 class Health:
     """Health of a server's services; belongs to one event loop."""
 
-    def __init__(self, *services: str) -> None:
+    def __init__(self, *services: str, ready: Callable[[], bool] = lambda: True) -> None:
+        self._ready = ready
         self._services = {"", *services}
         self._serving = True
 
@@ -168,9 +169,10 @@ class Health:
         return _HealthResponse(status=_HealthResponse.SERVING if self._serving else _HealthResponse.NOT_SERVING)
 
     async def probe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a probe by HTTP with 200 while the server is serving, and with 503 otherwise."""
+        """Answer a probe of health or readiness by HTTP: 200, 503 if it is not so, or 404."""
         assert scope["type"] == "http"
-        status = 404 if scope["path"] != HEALTH_PATH else 200 if self._serving else 503
+        states = {HEALTH_PATH: self._serving, READY_PATH: self._serving and self._ready()}
+        status = 404 if (state := states.get(scope["path"])) is None else 200 if state else 503
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 
-import fedloom
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import DataError, FedloomError, RefusedError, argument
 from fedloom.federation.roster import Member
@@ -31,10 +30,10 @@ from fedloom.transport.frames import (
     seal_frame,
     serialize,
 )
+from fedloom.transport.versions import SPOKEN, Protocols, chosen, remedy
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.wire import personalization_pb2 as personalization
 
-PROTOCOL = 9
 LAST_BACKOFF_S = 5.0  # the longest that a worker waits before it reconnects
 HEARTBEAT_S = 15.0  # idle time after which a heartbeat is sent: proxies end idle streams
 SILENCE_S = 90.0  # a stream without frames for this long is considered dead
@@ -173,11 +172,12 @@ class Introduction:
     members: Sequence[Member] = ()
     """Announcements of the clients, in the same order, if they have their own data."""
 
-    def hello(self) -> wire.Hello:
-        """Return it as the first part of a stream."""
+    def hello(self, spoken: Protocols = SPOKEN) -> wire.Hello:
+        """Return it as the first part of a stream, naming these protocols."""
         return wire.Hello(
-            protocol=PROTOCOL,
-            package=fedloom.__version__,
+            protocol=spoken.newest,
+            oldest_protocol=spoken.oldest if spoken.oldest < spoken.newest else 0,
+            package=spoken.package,
             worker=self.worker,
             incarnation=self.incarnation,
             clients=self.clients,
@@ -197,17 +197,22 @@ class Joined:
     run: str
     incarnation: str
     experiment: str
+    protocol: int = SPOKEN.newest
+    """Version of the protocol that both sides use."""
 
 
-def parse_welcome(address: str, data: bytes) -> wire.Welcome:
-    """Return the Welcome in the first frame of a stream; raise if the frame refuses us or holds anything else."""
+def parse_welcome(address: str, data: bytes, spoken: Protocols, algorithms: Mapping[str, int]) -> Joined:
+    """Return the Welcome in the first frame of a stream; raise if the frame refuses us or holds anything else.
+
+    ``spoken`` and ``algorithms`` are those of our Hello.
+    """
     first = parse_frame(wire.AggregatorFrame, data).parts[0]
     if first.WhichOneof("part") == "refused":
-        raise refusal_error(address, first.refused)
+        raise remedy(first.refused, spoken, algorithms) or refusal_error(address, first.refused)
     if first.WhichOneof("part") != "welcome":
         raise WireError(Refusal.GARBAGE, "the first part was not a Welcome")
-    welcome: wire.Welcome = first.welcome
-    return welcome
+    welcome = first.welcome
+    return Joined(welcome.run, welcome.incarnation, welcome.experiment, chosen(welcome, spoken))
 
 
 def refusal_error(address: str, refusal: wire.Refused) -> FedloomError:

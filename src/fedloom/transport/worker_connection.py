@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,18 +14,20 @@ from typing import Any
 import grpc
 
 from fedloom.core.words import REASON_CHARACTERS, printable
-from fedloom.errors import AbandonedError, FedloomError, RefusedError
+from fedloom.errors import FedloomError, RefusedError
 from fedloom.federation.standing import Standing
 from fedloom.federation.transport import ConversationKey, Gate, Lost
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial, stream
+from fedloom.transport.absence import DISCONNECTED, Absence
 from fedloom.transport.codec import encode
 from fedloom.transport.dial import CHANNEL_OPTIONS, FINAL, LIMITED, REFUSALS, RETRYABLE, connection_failure, hint
+from fedloom.transport.frame_meter import FrameMeter
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, read_parts, seal_frame, serialize
 from fedloom.transport.limits import Bandwidth, BandwidthLimiter
 from fedloom.transport.stream import (
-    LAST_BACKOFF_S,
     METHOD,
     SERVICE,
     Introduction,
@@ -35,18 +36,18 @@ from fedloom.transport.stream import (
     parse_welcome,
     refusal_error,
 )
+from fedloom.transport.versions import FIXED, SPOKEN, PredecessorError, UpgradeAwaitedError
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerRequest
 
 log = logging.getLogger("fedloom.transport.worker")
 
 WELCOME_TIMEOUT_S = 30.0  # from connecting to the Welcome
-FIRST_BACKOFF_S = 0.1
-FIRST_NOTICE_S = 5.0  # when to log that we are still trying to connect; the interval doubles each time
 CERTAIN = 3  # consecutive failed verifications that count as final: a transmission error can break a handshake, too
 LEAVE_S = 5.0  # how long we wait for an aggregator to end the stream that we leave
 DECLINED_S = 0.1  # how often a member's conditions are checked
 CHANGED_S = 1.0  # how often certificate and token files are checked for changes
+UPGRADE_S = 30.0  # how long a worker that is too new waits before it asks again
 GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
 
 
@@ -86,6 +87,8 @@ class WorkerConnection:
         bandwidth: Bandwidth | None,
         gate: Gate | None = None,
         told: Callable[[Standing], None] = lambda standing: None,
+        record: WorkerRecord | None = None,
+        health: str | None = None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
         """Events for the session's thread; an error ends the worker."""
@@ -94,6 +97,8 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
+        self.record = record or WorkerRecord()
+        self._health = health
         self._told = told  # called with the standing of the federation, in the event loop's thread
         self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
@@ -110,8 +115,10 @@ class WorkerConnection:
         self._requests = RequestReader(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
-        self._hello = introduction.hello()
-        size = len(self._introduction())
+        self._introduction = introduction
+        self._spoken = SPOKEN  # protocols that the next Hello names
+        self._awaited = ""  # why the aggregator must be upgraded, as last logged
+        size = len(self._hello())
         if size > FRAME_BYTES:
             raise RefusedError(
                 f"worker {introduction.worker}: introducing {len(introduction.clients)} clients takes "
@@ -151,6 +158,8 @@ class WorkerConnection:
         together; :meth:`flush` sends all that are ready.
         """
         self._book.ready.append((request, row, client, answer if isinstance(answer, Lost) else encode(answer)))
+        if isinstance(answer, Lost):
+            self.record.lost(client, answer.reason)
         if not self._gathering:
             self._gathering = True
             self._post(self._gather)
@@ -181,16 +190,14 @@ class WorkerConnection:
 
     # ---- the event loop's thread
 
-    def _introduction(self) -> bytes:
+    def _hello(self) -> bytes:
         """Return the Hello: our identity, and what we have received of the open conversations."""
-        hello = wire.Hello(held_of=self.incarnation, held=self._book.held(), partial=self._requests.partials())
-        hello.MergeFrom(self._hello)
+        hello = self._introduction.hello(self._spoken)
+        alone = seal_frame(serialize(wire.WorkerPart(hello=hello)))
+        received = wire.Hello(held_of=self.incarnation, held=self._book.held(), partial=self._requests.partials())
+        hello.MergeFrom(received)
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
-        if len(data) > FRAME_BYTES and (
-            hello.held or hello.partial
-        ):  # too long: the conversations are sent again instead
-            return seal_frame(serialize(wire.WorkerPart(hello=self._hello)))
-        return data
+        return alone if len(data) > FRAME_BYTES else data  # too long: the conversations are sent again instead
 
     def _gather(self) -> None:
         assert self._loop is not None
@@ -214,24 +221,37 @@ class WorkerConnection:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._ready.set()
-        self.events.put(await self._connect_until_over())
+        if self._health is not None:
+            from fedloom.transport.server import Health, Probes  # slow to import
+
+            probes = Probes.start(self._health, Health(ready=lambda: self._book.outbox is not None))
+        try:
+            self.events.put(await self._connect_until_over())
+        finally:
+            if self._health is not None:
+                await probes.stop()
 
     async def _connect_until_over(self) -> Finished | FedloomError:
         """Open one stream after another; return the end of the run, or the error that ends the worker."""
-        absence = _Absence(self._address, self._reconnect_s)
+        absence = Absence(self._address, self._reconnect_s)
         while True:
             if self._gate is not None and await self._opened(self._gate):
-                absence = _Absence(self._address, self._reconnect_s)
+                absence = Absence(self._address, self._reconnect_s)
             if self._gate is not None and self._gate.ended is not None:
                 return self._gate.ended
+            self._spoken = SPOKEN
             is_over = await self._hold_once(absence)
             if isinstance(is_over, Finished | FedloomError):
                 return is_over
+            if is_over is None:
+                absence = Absence(self._address, self._reconnect_s)
+                continue
             was_up, self._book.outbox = self._book.outbox is not None, None
             if was_up:
-                absence = _Absence(self._address, self._reconnect_s)
+                absence = Absence(self._address, self._reconnect_s)
             if absence.left_s <= 0:
                 return self._refused or absence.error(is_over)
+            self.record.disconnected(is_over)
             absence.log(is_over, was_up=was_up)
             await asyncio.sleep(absence.backoff_s())
 
@@ -240,13 +260,17 @@ class WorkerConnection:
         logged = ""
         while gate.ended is None and (reason := await asyncio.to_thread(gate.closed)) is not None:
             if reason != logged:
-                log.info("not connected: %s", reason)
+                self.record.disconnected(reason, allowed=False)
+                log.info("not connected: %s", reason, extra=DISCONNECTED)
                 logged = reason
             await asyncio.sleep(CHANGED_S)
         return bool(logged)
 
-    async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str:
-        """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect."""
+    async def _hold_once(self, absence: Absence) -> Finished | FedloomError | str | None:
+        """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect.
+
+        Return None after waiting for the aggregator to be upgraded.
+        """
         try:
             if await self._hold():
                 return Finished()
@@ -261,6 +285,18 @@ class WorkerConnection:
             if isinstance(error, RefusedError) and has_changed:
                 return str(error)  # connect again with the current content of the files
             return error
+        except PredecessorError:
+            self._spoken = FIXED
+            return await self._hold_once(absence)
+        except UpgradeAwaitedError as error:
+            if str(error) != self._awaited:
+                text = "waiting for the aggregator at %s to be upgraded: %s"
+                log.warning(text, self._address, error, extra=DISCONNECTED)
+                self.record.disconnected(f"waiting for the aggregator to be upgraded: {error}")
+            self._awaited = str(error)
+            self._refused = None
+            await asyncio.sleep(UPGRADE_S)
+            return None
         except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
             if isinstance(error, _RetryLaterError):
                 absence.last_seen = time.monotonic()
@@ -284,27 +320,35 @@ class WorkerConnection:
             connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
         except RefusedError as error:  # our certificate has expired
             raise _VerificationError(str(error), error, certain=True) from None
+        sent, self._received = FrameMeter(self.record, sending=True), FrameMeter(self.record, sending=False)
         async with connection.channel as channel:
 
             async def write(frame: bytes) -> None:
                 if self._gate is not None and not self._gate.count(len(frame), sending=True):
                     return
-                await self._up.free()
-                self._up.charge(len(frame))
-                await call.write(frame)
+                with sent.writing(frame):
+                    await self._up.free()
+                    self._up.charge(len(frame))
+                    await call.write(frame)
 
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=connection.metadata)
             tasks: list[asyncio.Task[Any]] = []
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):  # includes writing, which blocks on a dead connection
-                    await write(self._introduction())
-                    welcome = parse_welcome(self._address, await self._next(call))
-                if welcome.incarnation != self.incarnation:
+                    await write(self._hello())
+                    data = await self._next(call)
+                    joined = parse_welcome(self._address, data, self._spoken, self._introduction.algorithms)
+                if joined.incarnation != self.incarnation:
                     self._requests.forget()
-                outbox = self._book.open(welcome)
-                self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
-                log.info("joined run %s at %s", welcome.run, self._address)
-                reader, watcher = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
+                outbox = self._book.open(joined)
+                self.events.put(joined)
+                self.record.joined(joined.run)
+                text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
+                log.info(text, joined.run, self._address, joined.protocol, extra=event)
+                reader, watcher = (
+                    asyncio.create_task(self._read(call)),
+                    asyncio.create_task(self._changed(connection, joined.protocol)),
+                )
                 tasks += [reader, watcher, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
                 if watcher.done() and (not reader.done() or reader.exception() is not None):
@@ -321,21 +365,26 @@ class WorkerConnection:
                 self._requests.interrupt()
                 call.cancel()
 
-    async def _changed(self, connection: dial.ServerConnection) -> str | None:
+    async def _changed(self, connection: dial.ServerConnection, protocol: int) -> str | None:
         """Return once our credentials have changed, or the reason once the member's gate is closed.
 
-        Conversations continue on a new channel.
+        Tell the aggregator meanwhile what the member withholds. Conversations continue on a new channel.
         """
+        told = ""
         while await asyncio.to_thread(lambda: self._credentials.current) == connection.shown:
             if self._gate is not None and (reason := self._declined or await asyncio.to_thread(self._gate.closed)):
                 return reason
+            if self._gate is not None and self._gate.withheld != told and protocol >= 10 and self._book.outbox:
+                told = self._gate.withheld
+                withheld = wire.Withheld(reason=printable(told, REASON_CHARACTERS))
+                self._book.outbox.put_part(None, wire.WorkerPart(withheld=withheld))
             await asyncio.sleep(CHANGED_S if self._gate is None else DECLINED_S)
         log.info("reconnecting with the current content of the files")
         return None
 
     async def _decline(self, outbox: stream.Outbox, reader: asyncio.Task[bool], reason: str) -> None:
         """Tell the aggregator why we leave, in place of all that waits to be sent; it ends the stream."""
-        log.info("leaving the aggregator at %s: %s", self._address, reason)
+        log.info("leaving the aggregator at %s: %s", self._address, reason, extra=DISCONNECTED)
         self._book.forget()
         self._requests.forget()
         outbox.clear()
@@ -376,6 +425,7 @@ class WorkerConnection:
         if data is grpc.aio.EOF:
             code, details, metadata = await call.code(), await call.details(), await call.trailing_metadata()
             raise self._failed(code, details, metadata or ()) or ConnectionError(connection_failure(code, details))
+        self._received.count(data)
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -414,53 +464,12 @@ class WorkerConnection:
                     standing = Standing.parse(part.standing)
                 except ValueError as error:
                     raise WireError(Refusal.GARBAGE, "a standing that cannot be read") from error
+                self.record.told(standing)
                 self._told(standing)
             case "heartbeat":
                 pass
             case other:
                 raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
-
-
-class _Absence:
-    """Reconnection policy: maximum duration, retry interval and log lines."""
-
-    def __init__(self, address: str, reconnect_s: float) -> None:
-        self.last_seen = time.monotonic()
-        self._address = address
-        self._reconnect_s = reconnect_s
-        self._attempts = 0
-        self._logged: set[str] = set()
-        self._next_notice = FIRST_NOTICE_S
-
-    @property
-    def left_s(self) -> float:
-        return self._reconnect_s - (time.monotonic() - self.last_seen)
-
-    def error(self, reason: str) -> AbandonedError:
-        return AbandonedError(
-            f"there has been no aggregator at {self._address} for {self._reconnect_s:g} s: {reason}",
-            hint="start it again (`fedloom aggregator`), then this worker",
-        )
-
-    def log(self, reason: str, *, was_up: bool) -> None:
-        """Log each reason once, and then at doubling intervals that we are still trying."""
-        gone_s = time.monotonic() - self.last_seen
-        if reason not in self._logged:
-            self._logged.add(reason)
-            message = (
-                "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), connecting"
-            )
-            log.info(f"{message} for %.0f s", self._address, reason, self.left_s)
-        elif gone_s >= self._next_notice:
-            self._next_notice = 2 * gone_s
-            log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s)
-
-    def backoff_s(self) -> float:
-        """Return the delay before the next attempt."""
-        backoff = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**self._attempts)
-        self._attempts = min(self._attempts + 1, 16)
-        wait_s: float = min(self.left_s, backoff * random.uniform(0.5, 1.0))
-        return max(0.0, wait_s)
 
 
 def _is_cut_short(error: Exception) -> bool:

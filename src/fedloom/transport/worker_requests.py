@@ -23,7 +23,8 @@ from fedloom.transport.codec import (
 )
 from fedloom.transport.frames import ChunkView, Refusal, WireError, serialize
 from fedloom.transport.resuming import Partial, Sending, Transfer, transfer_of
-from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
+from fedloom.transport.stream import HELD_CONVERSATIONS, Joined, Outbox, key_from_wire, key_to_wire
+from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
 REQUEST_BYTES = 4 << 30  # maximum memory of one request
@@ -176,6 +177,8 @@ class AnswerBook:
         self._gate = gate
         self.run = self.incarnation = ""
         """Run and aggregator process that admitted this worker last; empty before the first admission."""
+        self.protocol = PROTOCOL
+        """Version of the protocol of the current stream."""
         self.outbox: Outbox | None = None
         """Outbox of the current stream. Without one (None) nothing is sent, and the aggregator will ask again."""
         self.ready: deque[tuple[WorkerRequest, int, str, Encoded | Lost]] = deque()
@@ -183,11 +186,12 @@ class AnswerBook:
         self._pages: dict[ConversationKey, _Page] = {}
         self._cutter = Cutter(wire.WorkerPart)
 
-    def open(self, welcome: wire.Welcome) -> Outbox:
+    def open(self, welcome: Joined) -> Outbox:
         """Begin a stream and return its outbox; pages that belong to another aggregator process are removed."""
         if self.incarnation != welcome.incarnation:
             self._pages.clear()
         self.outbox, self.incarnation, self.run = Outbox(HEARTBEAT), welcome.incarnation, welcome.run
+        self.protocol = welcome.protocol
         return self.outbox
 
     def held(self) -> Iterator[wire.Held]:

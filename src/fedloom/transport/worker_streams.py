@@ -11,19 +11,18 @@ from typing import Any
 
 import grpc
 
-import fedloom
 from fedloom.core.words import first_of, pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError
 from fedloom.federation.roster import Member
 from fedloom.security.access import Action, Denied, Identity
-from fedloom.transport import stream
+from fedloom.transport import stream, versions
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Clients, Link, ServedRun, WorkerInfo
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, parse_frame, seal_frame, serialize
 from fedloom.transport.gate import PEER, Peer
 from fedloom.transport.limits import TokenBucket
-from fedloom.transport.stream import PROTOCOL
+from fedloom.transport.versions import NotAdmitted
 from fedloom.transport.wire import federation_pb2 as wire
 
 NAME_CHARACTERS = 200
@@ -44,14 +43,6 @@ STATUS = {
     Refusal.DECLINED: grpc.StatusCode.ABORTED,
 }
 """gRPC status that ends a stream, by refusal; INVALID_ARGUMENT for any other refusal."""
-
-
-class NotAdmitted(Exception):
-    """The worker cannot join, for a reason that it is told."""
-
-    def __init__(self, reason: str, code: wire.RefusalCode = wire.REFUSAL_CODE_HELLO) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 class Admission:
@@ -78,8 +69,8 @@ class Admission:
             peer.refuse(kind, reason)
             raise Denied(f"{identity.name} {reason}", identity)
 
-    def link(self, hello: wire.Hello, identity: Identity | None) -> Link:
-        """Return the link of an admitted worker.
+    def link(self, hello: wire.Hello, protocol: int, identity: Identity | None) -> Link:
+        """Return the link of an admitted worker, with which this protocol was agreed.
 
         Names and clients may have been taken while the Welcome was written, and are checked again.
 
@@ -97,8 +88,9 @@ class Admission:
         if self._dispatcher.taken(hello.worker, hello.incarnation, owner):
             raise WireError(Refusal.NAME, f"worker {hello.worker}")
         members = () if self._run.presence is None else _members(hello)
-        device = printable(hello.device, NAME_CHARACTERS)
-        return Link(WorkerInfo(hello.worker, hello.incarnation, clients, device, members), owner=owner)
+        device, package = printable(hello.device, NAME_CHARACTERS), printable(hello.package, NAME_CHARACTERS)
+        worker = WorkerInfo(hello.worker, hello.incarnation, clients, device, members, package)
+        return Link(worker, owner=owner, protocol=protocol)
 
     def forget(self, link: Link) -> None:
         """Remove the clients of a worker whose member has declined from an open federation, without waiting."""
@@ -127,9 +119,14 @@ class Admission:
         announcements = zip(hello.clients, hello.announced, strict=True)
         return sorted(client for client, announcement in announcements if not announcement.observer)
 
-    def judge(self, hello: wire.Hello) -> None:
-        """Raise NotAdmitted if a worker cannot join."""
-        self._judge_versions(hello)
+    def judge(self, hello: wire.Hello) -> int:
+        """Return the protocol for a worker's stream; raise NotAdmitted if the worker cannot join."""
+        try:
+            protocol = versions.negotiate(hello, self._run.algorithm, self._run.version)
+        except NotAdmitted as refusal:
+            if refusal.too_new:
+                self._dispatcher.note_too_new(printable(hello.worker, NAME_CHARACTERS), str(refusal))
+            raise
         names = hello.worker, hello.incarnation
         if not all(0 < len(name) <= NAME_CHARACTERS for name in names):
             raise NotAdmitted(f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters")
@@ -141,23 +138,7 @@ class Admission:
             name = printable(stranger, NAME_CHARACTERS)
             reason = f"the run has no client {name}: the worker has another partition"
             raise NotAdmitted(reason, wire.REFUSAL_CODE_CLIENTS)
-
-    def _judge_versions(self, hello: wire.Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            reason = f"the worker uses protocol {hello.protocol}, and this aggregator {PROTOCOL}"
-            raise NotAdmitted(
-                f"{reason}: install the same version of fedloom on both sides", wire.REFUSAL_CODE_PROTOCOL
-            )
-        if hello.package != fedloom.__version__:
-            package = printable(hello.package, NAME_CHARACTERS)
-            reason = f"the worker has fedloom {package}, and this aggregator {fedloom.__version__}"
-            raise NotAdmitted(reason, wire.REFUSAL_CODE_PACKAGE)
-        run = self._run
-        version = hello.algorithms.get(run.algorithm)
-        if version != run.version:
-            state = "not installed" if version is None else f"version {version}"
-            reason = f"algorithm {run.algorithm} is {state} on the worker, and the run needs version {run.version}"
-            raise NotAdmitted(reason, wire.REFUSAL_CODE_ALGORITHM)
+        return protocol
 
     def _judge_members(self, hello: wire.Hello) -> None:
         """Raise NotAdmitted if clients with their own data cannot be admitted."""
@@ -225,22 +206,24 @@ class WorkerStreams:
 
         Raise ExperimentError if the Welcome does not fit into a frame.
         """
-        welcome = wire.Welcome(run=run.name, incarnation=run.incarnation, experiment=run.experiment)
-        frame = _frame(wire.AggregatorPart(welcome=welcome))
-        if len(frame) > FRAME_BYTES:
-            raise ExperimentError(
-                f"the experiment as JSON takes {len(frame)} bytes on the wire, and at most {FRAME_BYTES} are allowed"
-            )
-        self._welcome, self._incarnation = frame, run.incarnation
+        frames: dict[int, bytes] = {}
+        for protocol in range(versions.OLDEST, versions.PROTOCOL + 1):
+            welcome = wire.Welcome(run=run.name, incarnation=run.incarnation, experiment=run.experiment)
+            welcome.protocol = protocol
+            frame = frames[protocol] = _frame(wire.AggregatorPart(welcome=welcome))
+            if len(frame) > FRAME_BYTES:
+                size = f"{len(frame)} bytes on the wire, and at most {FRAME_BYTES} are allowed"
+                raise ExperimentError(f"the experiment as JSON takes {size}")
+        self._welcomes, self._incarnation = frames, run.incarnation
 
     async def join(self, _: Any, context: Any) -> None:
         """Handle one worker's stream, from its Hello to its end."""
         peer = PEER.get()
         try:
-            hello, welcome = await self._greet(peer, context)
-            if welcome is not self._welcome:  # the incarnation has changed meanwhile: the worker must reconnect
+            hello, protocol, welcome = await self._greet(peer, context)
+            if welcome is not self._welcomes[protocol]:  # another incarnation by now: the worker must reconnect
                 return
-            link = self._admission.link(hello, None if peer is None else peer.identity)
+            link = self._admission.link(hello, protocol, None if peer is None else peer.identity)
         except EOFError:  # the peer has sent nothing
             return
         except NotAdmitted as refusal:
@@ -248,8 +231,7 @@ class WorkerStreams:
             log.warning("refused a worker (%s): %s", context.peer(), refusal)
             if peer is not None:
                 peer.refuse("hello", str(refusal))
-            part = wire.Refused(code=refusal.code, reason=str(refusal))
-            await self._write(context, _frame(wire.AggregatorPart(refused=part)))
+            await self._write(context, _frame(wire.AggregatorPart(refused=refusal.part)))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused; the previous frame gives the reason")
         except WireError as error:
             self._dispatcher.refusals.count(error.refusal)
@@ -261,12 +243,14 @@ class WorkerStreams:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(denied))
         else:
             is_ours = hello.held_of == self._incarnation
-            self._dispatcher.enter(link, hello.held if is_ours else (), hello.partial if is_ours else ())
+            self._dispatcher.enter(
+                link, hello.held if is_ours else (), hello.partial if is_ours and link.protocol >= 10 else ()
+            )
             self._on_entered(link.name)
             await self._hold(link, context)
 
-    async def _greet(self, peer: Peer | None, context: Any) -> tuple[wire.Hello, bytes]:
-        """Read the Hello and answer with Welcome, returning both.
+    async def _greet(self, peer: Peer | None, context: Any) -> tuple[wire.Hello, int, bytes]:
+        """Read the Hello and answer with Welcome; return the Hello, the protocol that both sides use, and the Welcome.
 
         Raise NotAdmitted if the worker cannot join, EOFError if it has sent nothing, and WireError if it must
         reconnect: its Hello arrived damaged, its name is taken, or too many workers join at once. Raise Denied if the
@@ -282,14 +266,14 @@ class WorkerStreams:
             raise NotAdmitted(str(error)) from None
         if peer is not None:
             self._admission.authorize(peer, hello)
-        self._admission.judge(hello)
+        protocol = self._admission.judge(hello)
         if peer is not None:
             peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
         elif self._dispatcher.taken(hello.worker, hello.incarnation, None):
             raise WireError(Refusal.NAME, f"worker {hello.worker}")
-        welcome = self._welcome
+        welcome = self._welcomes[protocol]
         await self._write(context, welcome)
-        return hello, welcome
+        return hello, protocol, welcome
 
     async def _read_hello(self, context: Any) -> wire.Hello:
         data = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)

@@ -147,7 +147,7 @@ class StateVersion(_message.Message):
     def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., row: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held", "announced", "partial")
+    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held", "announced", "oldest_protocol", "partial")
     class AlgorithmsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class Hello(_message.Message):
     HELD_OF_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     package: str
@@ -176,8 +177,9 @@ class Hello(_message.Message):
     held_of: str
     held: _containers.RepeatedCompositeFieldContainer[Held]
     announced: _containers.RepeatedCompositeFieldContainer[Announced]
+    oldest_protocol: int
     partial: _containers.RepeatedCompositeFieldContainer[Partial]
-    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., announced: _Optional[_Iterable[_Union[Announced, _Mapping]]] = ..., partial: _Optional[_Iterable[_Union[Partial, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., announced: _Optional[_Iterable[_Union[Announced, _Mapping]]] = ..., oldest_protocol: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[Partial, _Mapping]]] = ...) -> None: ...
 
 class Announced(_message.Message):
     __slots__ = ("train", "validation", "test", "labelled", "observer", "class_counts")
@@ -224,22 +226,32 @@ class Partial(_message.Message):
     def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., received: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "incarnation", "experiment")
+    __slots__ = ("run", "incarnation", "experiment", "protocol")
     RUN_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EXPERIMENT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     run: str
     incarnation: str
     experiment: str
-    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., experiment: _Optional[str] = ...) -> None: ...
+    protocol: int
+    def __init__(self, run: _Optional[str] = ..., incarnation: _Optional[str] = ..., experiment: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("code", "reason")
+    __slots__ = ("code", "reason", "protocol", "oldest_protocol", "algorithm", "algorithm_version")
     CODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_VERSION_FIELD_NUMBER: _ClassVar[int]
     code: RefusalCode
     reason: str
-    def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    protocol: int
+    oldest_protocol: int
+    algorithm: str
+    algorithm_version: int
+    def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., reason: _Optional[str] = ..., protocol: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., algorithm: _Optional[str] = ..., algorithm_version: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
     __slots__ = ("transfer", "envelope", "total_bytes", "remaining_s", "offset")
@@ -319,6 +331,12 @@ class Declined(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Withheld(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class TransferRefused(_message.Message):
     __slots__ = ("transfer", "reason")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -350,7 +368,7 @@ class WorkerFrame(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[WorkerPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class WorkerPart(_message.Message):
-    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost", "heartbeat", "declined")
+    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost", "heartbeat", "declined", "withheld")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +377,7 @@ class WorkerPart(_message.Message):
     ROW_LOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     begin: Begin
     chunk: Chunk
@@ -367,7 +386,8 @@ class WorkerPart(_message.Message):
     row_lost: RowLost
     heartbeat: Heartbeat
     declined: Declined
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+    withheld: Withheld
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., withheld: _Optional[_Union[Withheld, _Mapping]] = ...) -> None: ...
 
 class AggregatorFrame(_message.Message):
     __slots__ = ("parts", "crc32")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from fedloom.transport.wire import federation_pb2 as fedloom_dot_v1_dot_federation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n fedloom/v1/personalization.proto\x12\nfedloom.v1\x1a\x1b\x66\x65\x64loom/v1/federation.proto\"9\n\x0bServedRound\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"\xd0\x01\n\tDescribed\x12\'\n\x06served\x18\x01 \x01(\x0b\x32\x17.fedloom.v1.ServedRound\x12\x0f\n\x07package\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x19\n\x11\x61lgorithm_version\x18\x04 \x01(\r\x12\x12\n\nexperiment\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x16.fedloom.v1.ServerLoad\x12\x10\n\x08protocol\x18\x08 \x01(\r\"r\n\nServerLoad\x12\x12\n\nhanded_out\x18\x01 \x01(\x04\x12\x0f\n\x07refused\x18\x02 \x01(\x04\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0e\n\x06p50_ms\x18\x04 \x01(\x01\x12\x0e\n\x06p90_ms\x18\x05 \x01(\x01\x12\x0e\n\x06p99_ms\x18\x06 \x01(\x01\"r\n\x03\x41sk\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x0f\n\x07package\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x19\n\x11\x61lgorithm_version\x18\x04 \x01(\r\x12\x12\n\x05round\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_round\"?\n\x06Header\x12\'\n\x06served\x18\x01 \x01(\x0b\x32\x17.fedloom.v1.ServedRound\x12\x0c\n\x04last\x18\x02 \x01(\x08\"G\n\rNewcomerFrame\x12\'\n\x05parts\x18\x01 \x03(\x0b\x32\x18.fedloom.v1.NewcomerPart\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\"\x9e\x01\n\x0cNewcomerPart\x12\x1e\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x0f.fedloom.v1.AskH\x00\x12\"\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x11.fedloom.v1.BeginH\x00\x12\"\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x11.fedloom.v1.ChunkH\x00\x12\x1e\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x0f.fedloom.v1.EndH\x00\x42\x06\n\x04part\"A\n\nModelFrame\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.fedloom.v1.ModelPart\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\"\xa1\x01\n\tModelPart\x12$\n\x06header\x18\x01 \x01(\x0b\x32\x12.fedloom.v1.HeaderH\x00\x12\"\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x11.fedloom.v1.BeginH\x00\x12\"\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x11.fedloom.v1.ChunkH\x00\x12\x1e\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x0f.fedloom.v1.EndH\x00\x42\x06\n\x04part2\x97\x01\n\x0fPersonalization\x12>\n\x08\x44\x65scribe\x12\x1b.fedloom.v1.DescribeRequest\x1a\x15.fedloom.v1.Described\x12\x44\n\x0bPersonalize\x12\x19.fedloom.v1.NewcomerFrame\x1a\x16.fedloom.v1.ModelFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n fedloom/v1/personalization.proto\x12\nfedloom.v1\x1a\x1b\x66\x65\x64loom/v1/federation.proto\"9\n\x0bServedRound\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"<\n\x0f\x44\x65scribeRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x17\n\x0foldest_protocol\x18\x02 \x01(\r\"\xd0\x01\n\tDescribed\x12\'\n\x06served\x18\x01 \x01(\x0b\x32\x17.fedloom.v1.ServedRound\x12\x0f\n\x07package\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x19\n\x11\x61lgorithm_version\x18\x04 \x01(\r\x12\x12\n\nexperiment\x18\x05 \x01(\t\x12\x0f\n\x07problem\x18\x06 \x01(\t\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x16.fedloom.v1.ServerLoad\x12\x10\n\x08protocol\x18\x08 \x01(\r\"r\n\nServerLoad\x12\x12\n\nhanded_out\x18\x01 \x01(\x04\x12\x0f\n\x07refused\x18\x02 \x01(\x04\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x0e\n\x06p50_ms\x18\x04 \x01(\x01\x12\x0e\n\x06p90_ms\x18\x05 \x01(\x01\x12\x0e\n\x06p99_ms\x18\x06 \x01(\x01\"r\n\x03\x41sk\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\x12\x0f\n\x07package\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x19\n\x11\x61lgorithm_version\x18\x04 \x01(\r\x12\x12\n\x05round\x18\x05 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_round\"?\n\x06Header\x12\'\n\x06served\x18\x01 \x01(\x0b\x32\x17.fedloom.v1.ServedRound\x12\x0c\n\x04last\x18\x02 \x01(\x08\"G\n\rNewcomerFrame\x12\'\n\x05parts\x18\x01 \x03(\x0b\x32\x18.fedloom.v1.NewcomerPart\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\"\x9e\x01\n\x0cNewcomerPart\x12\x1e\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x0f.fedloom.v1.AskH\x00\x12\"\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x11.fedloom.v1.BeginH\x00\x12\"\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x11.fedloom.v1.ChunkH\x00\x12\x1e\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x0f.fedloom.v1.EndH\x00\x42\x06\n\x04part\"A\n\nModelFrame\x12$\n\x05parts\x18\x01 \x03(\x0b\x32\x15.fedloom.v1.ModelPart\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\"\xa1\x01\n\tModelPart\x12$\n\x06header\x18\x01 \x01(\x0b\x32\x12.fedloom.v1.HeaderH\x00\x12\"\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x11.fedloom.v1.BeginH\x00\x12\"\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x11.fedloom.v1.ChunkH\x00\x12\x1e\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x0f.fedloom.v1.EndH\x00\x42\x06\n\x04part2\x97\x01\n\x0fPersonalization\x12>\n\x08\x44\x65scribe\x12\x1b.fedloom.v1.DescribeRequest\x1a\x15.fedloom.v1.Described\x12\x44\n\x0bPersonalize\x12\x19.fedloom.v1.NewcomerFrame\x1a\x16.fedloom.v1.ModelFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,23 +35,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVEDROUND']._serialized_start=77
   _globals['_SERVEDROUND']._serialized_end=134
   _globals['_DESCRIBEREQUEST']._serialized_start=136
-  _globals['_DESCRIBEREQUEST']._serialized_end=153
-  _globals['_DESCRIBED']._serialized_start=156
-  _globals['_DESCRIBED']._serialized_end=364
-  _globals['_SERVERLOAD']._serialized_start=366
-  _globals['_SERVERLOAD']._serialized_end=480
-  _globals['_ASK']._serialized_start=482
-  _globals['_ASK']._serialized_end=596
-  _globals['_HEADER']._serialized_start=598
-  _globals['_HEADER']._serialized_end=661
-  _globals['_NEWCOMERFRAME']._serialized_start=663
-  _globals['_NEWCOMERFRAME']._serialized_end=734
-  _globals['_NEWCOMERPART']._serialized_start=737
-  _globals['_NEWCOMERPART']._serialized_end=895
-  _globals['_MODELFRAME']._serialized_start=897
-  _globals['_MODELFRAME']._serialized_end=962
-  _globals['_MODELPART']._serialized_start=965
-  _globals['_MODELPART']._serialized_end=1126
-  _globals['_PERSONALIZATION']._serialized_start=1129
-  _globals['_PERSONALIZATION']._serialized_end=1280
+  _globals['_DESCRIBEREQUEST']._serialized_end=196
+  _globals['_DESCRIBED']._serialized_start=199
+  _globals['_DESCRIBED']._serialized_end=407
+  _globals['_SERVERLOAD']._serialized_start=409
+  _globals['_SERVERLOAD']._serialized_end=523
+  _globals['_ASK']._serialized_start=525
+  _globals['_ASK']._serialized_end=639
+  _globals['_HEADER']._serialized_start=641
+  _globals['_HEADER']._serialized_end=704
+  _globals['_NEWCOMERFRAME']._serialized_start=706
+  _globals['_NEWCOMERFRAME']._serialized_end=777
+  _globals['_NEWCOMERPART']._serialized_start=780
+  _globals['_NEWCOMERPART']._serialized_end=938
+  _globals['_MODELFRAME']._serialized_start=940
+  _globals['_MODELFRAME']._serialized_end=1005
+  _globals['_MODELPART']._serialized_start=1008
+  _globals['_MODELPART']._serialized_end=1169
+  _globals['_PERSONALIZATION']._serialized_start=1172
+  _globals['_PERSONALIZATION']._serialized_end=1323
 # @@protoc_insertion_point(module_scope)

@@ -18,8 +18,12 @@ class ServedRound(_message.Message):
     def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("protocol", "oldest_protocol")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    oldest_protocol: int
+    def __init__(self, protocol: _Optional[int] = ..., oldest_protocol: _Optional[int] = ...) -> None: ...
 
 class Described(_message.Message):
     __slots__ = ("served", "package", "algorithm", "algorithm_version", "experiment", "problem", "load", "protocol")

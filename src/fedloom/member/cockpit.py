@@ -1,0 +1,199 @@
+"""Views of a worker: a screen that repaints, lines of its log, and metrics for Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, Group
+from rich.filesize import decimal
+from rich.live import Live
+from rich.text import Text
+
+from fedloom.core.logs import structured
+from fedloom.core.words import duration, pluralize, rounded_up
+from fedloom.engine.metrics import metrics_served
+from fedloom.federation.worker_record import WorkerRecord, WorkerState
+from fedloom.member.worker_metrics import worker_families
+
+log = logging.getLogger("fedloom.member.cockpit")
+
+REPAINT_S = 0.5
+"""Seconds between two looks at the state."""
+
+ROUNDS_EVERY_S = 60.0
+"""Minimum interval between lines about rounds."""
+
+TITLES = {"personal": "personal model", "global": "shared model"}
+"""Names of models in sentences."""
+
+NAME_WIDTH = 12
+"""Width of the names of facts, in characters."""
+
+
+class Cockpit(WorkerRecord):
+    """Record of a worker that is shown (docs/member.md).
+
+    Parameters
+    ----------
+    worker
+        Name of the worker.
+    metrics
+        ``host:port`` for Prometheus; None: no metrics.
+    """
+
+    def __init__(self, worker: str, metrics: str | None = None) -> None:
+        super().__init__(counts_bytes=True)
+        self._worker, self._metrics = worker, metrics
+        self._seen = WorkerState()  # state of the last lines
+        self._said = -ROUNDS_EVERY_S
+        self._ended = threading.Event()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the state for the duration of the block: on a screen if standard output is a terminal, and as lines.
+
+        Raise ExperimentError as :func:`~fedloom.engine.metrics.metrics_served`.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(metrics_served(self._metrics, lambda: worker_families(self.state(), self.spent())))
+            live = stack.enter_context(self._screen()) if has_screen() else None
+            looking = threading.Thread(target=self._look, args=(live,), name="cockpit", daemon=True)
+            looking.start()
+            try:
+                yield
+            finally:
+                self._ended.set()
+                looking.join()
+
+    def _look(self, live: Live | None) -> None:
+        while not self._ended.wait(REPAINT_S):
+            self._say(self.state())
+            if live is not None:
+                live.refresh()
+        state = self.state()
+        self._say(state)
+        log.info("the worker ends, %s", _sums_up(state), extra=self._extra("ended", state))
+
+    @contextmanager
+    def _screen(self) -> Iterator[Live]:
+        """Show a screen; lines of the log appear above it."""
+        console = Console(highlight=False, markup=False, emoji=False)
+        shared = sys.stderr.isatty()
+        shown = [each for each in logging.getLogger().handlers if type(each) is logging.StreamHandler]
+        with Live(
+            get_renderable=lambda: Group(*screen_lines(self.state(), self._worker, self.spent())),
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=shared,
+        ) as live:
+            before = [each.setStream(sys.stderr) for each in shown] if shared else []
+            try:
+                yield live
+            finally:
+                for handler, stream in zip(shown, before, strict=False):
+                    handler.setStream(stream)
+
+    def _say(self, state: WorkerState) -> None:
+        """Log what has happened since the last lines: evaluations, and rounds at intervals."""
+        seen = self._seen
+        if state.evaluations != seen.evaluations:
+            seen.evaluations = state.evaluations
+            log.info("evaluated; %s", "; ".join(_results(state)), extra=self._extra("evaluated", state))
+        if state.round != seen.round and time.monotonic() - self._said >= ROUNDS_EVERY_S:
+            seen.standing, self._said = state.standing, time.monotonic()
+            log.info("%s; %s", _peer(state), _sums_up(state), extra=self._extra("round", state))
+
+    def _extra(self, event: str, state: WorkerState) -> dict[str, Any]:
+        """Return the context of a log line (docs/member.md)."""
+        standing, spent = state.standing, self.spent()
+        data: dict[str, Any] = {
+            "event": event,
+            "rounds": None if standing is None else standing.rounds,
+            "best_round": None if standing is None else standing.best_round,
+            "seconds": {phase: round(seconds, 3) for phase, seconds in state.seconds.items()},
+            "sent_bytes": dict(state.sent),
+            "received_bytes": dict(state.received),
+            "epsilon": None if spent is None else spent[0],
+            "delta": None if spent is None else spent[1],
+            "unanswered": state.lost,
+            "metric": None if state.headline is None else state.headline.name,
+            "results": {name: result._asdict() for name, result in state.results.items()},
+        }
+        return {"run": state.run, "round": state.round, "data": data}
+
+
+def has_screen() -> bool:
+    """Return whether standard output is a terminal that can repaint, whose user has not asked for JSON."""
+    terminal = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+    return terminal and not structured() and "KUBERNETES_SERVICE_HOST" not in os.environ
+
+
+# --- text
+
+
+def screen_lines(state: WorkerState, worker: str, spent: tuple[float, float] | None) -> list[Text]:
+    """Return the lines of the screen."""
+    facts = [("aggregator", _peer(state)), ("clients", _asked(state))]
+    facts += [("result", text) for text in _results(state)]
+    facts += [("time", _times(state)), ("sent", _bytes(state.sent)), ("received", _bytes(state.received))]
+    if spent is not None:
+        facts.append(("privacy", _privacy(spent)))
+    if state.lost:
+        facts.append(("unanswered", f"{pluralize(state.lost, 'question')}; last {state.lost_reason}"))
+    heading = Text(f"{worker} · {state.run or 'no run yet'}", "bold")
+    return [heading, *(Text(f"{name:<{NAME_WIDTH}}{text}", overflow="fold") for name, text in facts)]
+
+
+def _peer(state: WorkerState) -> str:
+    """Return the state of the aggregator, in words."""
+    if not state.connected:
+        retries = state.run and state.allowed
+        lost = f"connection lost since {_clock(state.since)}, retrying" if retries else "not connected"
+        return f"{lost}: {state.reason}"
+    return "connected" if state.standing is None else state.standing.in_words(state.standing_at)
+
+
+def _asked(state: WorkerState) -> str:
+    if state.asked is None:
+        return "waiting for a question"
+    return f"{'training' if state.asked.purpose == 'train' else 'evaluating'}, round {state.asked.round}"
+
+
+def _results(state: WorkerState) -> Iterator[str]:
+    """Yield the own results of the last evaluation, the personal model's first."""
+    shown = state.headline
+    for name, result in sorted(state.results.items(), key=lambda each: each[0] != "personal"):
+        assert shown is not None
+        values = f"{shown.exact(result.value)} after round {result.round}"
+        best = f"best {shown.exact(result.best)} after round {result.best_round}"
+        yield f"{TITLES.get(name, name)}: {shown.title} {values}, {best}"
+
+
+def _times(state: WorkerState) -> str:
+    return ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in state.seconds.items() if seconds)
+
+
+def _bytes(counts: Any) -> str:
+    parts = ", ".join(f"{kind} {decimal(size)}" for kind, size in sorted(counts.items(), key=lambda each: -each[1]))
+    return f"{decimal(sum(counts.values()))} ({parts})" if counts else "nothing"
+
+
+def _privacy(spent: tuple[float, float]) -> str:
+    return f"ε ≤ {rounded_up(spent[0])} at δ = {spent[1]:g}"
+
+
+def _sums_up(state: WorkerState) -> str:
+    return f"{_times(state)}; sent {_bytes(state.sent)}; received {_bytes(state.received)}"
+
+
+def _clock(at: float) -> str:
+    return f"{datetime.fromtimestamp(at):%H:%M}"
