@@ -34,8 +34,8 @@ from test_open_federation import CLASS_NAMES, Federation, members
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel
 from fedloom.engine.options import WorkerOptions
 from fedloom.federation.standing import Standing
+from fedloom.federation.worker_record import PHASES, WorkerRecord
 from fedloom.member.cockpit import Cockpit, screen_lines
-from fedloom.member.worker_state import PHASES, StateObserver
 from fedloom.security.options import ClientOptions
 
 __all__ = ["keys", "members", "recorded"]
@@ -281,7 +281,7 @@ def test_figures_equal_what_the_other_side_counts(
     cockpit = Cockpit("w")
 
     class Watched(Hostile):
-        observer = cockpit
+        record = cockpit
 
     options = WorkerOptions(packed=(members / "s0",), policy=policy, trust=keys)
     hostile = Watched(changed(BASE, federation=NOISE), members / "s0", options)
@@ -329,7 +329,7 @@ def cockpit_key() -> Any:
 def test_phases_divide_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    observer = StateObserver(now=lambda: clock[0])
+    observer = WorkerRecord(lambda: clock[0])
 
     def after(seconds: float) -> None:
         clock[0] += seconds
@@ -389,7 +389,7 @@ def test_every_allowed_standing_has_words() -> None:
 
 def test_texts_of_others_never_reach_the_terminal_raw() -> None:
     bad = "\x1b[2J\x1b]0;owned\x07\r\n\u202e[bold]x[/bold]\x9b31m"
-    observer = StateObserver()
+    observer = WorkerRecord(counts_bytes=True)
     observer.joined(bad)
     observer.lost(bad, bad)
     observer.told(Standing("waiting"))
@@ -401,7 +401,7 @@ def test_texts_of_others_never_reach_the_terminal_raw() -> None:
 
 def test_names_of_messages_add_no_kinds_of_bytes() -> None:
     """An aggregator may name a message and a purpose as it likes."""
-    observer = StateObserver()
+    observer = WorkerRecord(counts_bytes=True)
     for i in range(1000):
         for sending in (True, False):
             observer.moved(1, f"x{i}", f"p{i}", sending=sending)

@@ -407,7 +407,7 @@ def test_unusual_frames_are_parsed_as_by_protobuf(frame):
         b"\x78\x01" + field(1, field(PART, CHUNK)),  # an unknown field of the frame
         field(1, field(PART, CHUNK))[:-1],
         field(1, field(PART, CHUNK)) + field(1, b""),
-        field(1, field(PART, CHUNK)) + field(1, field(9, b"")),
+        field(1, field(PART, CHUNK)) + field(1, field(15, b"")),
         field(1, field(PART, b"\x08")),
         field(1, bytes([PART << 3 | 2, 60]) + CHUNK),  # a chunk that extends beyond its part
     ],

@@ -439,9 +439,10 @@ def _worker(worker: ConnectedWorker, now: float) -> str:
     whose = "" if worker.identity is None else f" of {worker.identity}"
     silent = "" if now - worker.sign < 30 else f", silent for {duration(now - worker.sign)}"
     version = "" if worker.protocol is None else f"fedloom {worker.package} (protocol {worker.protocol}), "
+    withheld = f"; {worker.withheld}" if worker.withheld else ""
     return (
         f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, {version}"
-        f"connected for {duration(now - worker.since)}{silent}"
+        f"connected for {duration(now - worker.since)}{silent}{withheld}"
     )
 
 

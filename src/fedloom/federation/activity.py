@@ -83,6 +83,8 @@ class ConnectedWorker:
     """Version of the fedloom package, as the worker reported it; empty if the aggregator does not show it."""
     protocol: int | None = None
     """Version of the protocol that the aggregator and the worker use; None if the aggregator does not show it."""
+    withheld: str = ""
+    """Measurements that its member's policy keeps, and the policy's line; empty if there are none."""
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,10 @@ class Gate(Protocol):
     def ended(self) -> FedloomError | None:
         """Error that ends the worker, because the run can never be allowed; None otherwise."""
 
+    @property
+    def withheld(self) -> str:
+        """Measurements that the member keeps, and the reason, for the aggregator; empty if there are none."""
+
     def closed(self) -> str | None:
         """Return why the worker must not be connected now; None if it may be."""
 

@@ -20,8 +20,8 @@ from rich.text import Text
 from fedloom.core.logs import structured
 from fedloom.core.words import duration, pluralize, rounded_up
 from fedloom.engine.metrics import metrics_served
+from fedloom.federation.worker_record import WorkerRecord, WorkerState
 from fedloom.member.worker_metrics import worker_families
-from fedloom.member.worker_state import TITLES, StateObserver, WorkerState
 
 log = logging.getLogger("fedloom.member.cockpit")
 
@@ -31,12 +31,15 @@ REPAINT_S = 0.5
 ROUNDS_EVERY_S = 60.0
 """Minimum interval between lines about rounds."""
 
+TITLES = {"personal": "personal model", "global": "shared model"}
+"""Names of models in sentences."""
+
 NAME_WIDTH = 12
 """Width of the names of facts, in characters."""
 
 
-class Cockpit(StateObserver):
-    """Observer of a worker that shows its state (docs/member.md).
+class Cockpit(WorkerRecord):
+    """Record of a worker that is shown (docs/member.md).
 
     Parameters
     ----------
@@ -47,7 +50,7 @@ class Cockpit(StateObserver):
     """
 
     def __init__(self, worker: str, metrics: str | None = None) -> None:
-        super().__init__()
+        super().__init__(counts_bytes=True)
         self._worker, self._metrics = worker, metrics
         self._seen = WorkerState()  # state of the last lines
         self._said = -ROUNDS_EVERY_S
@@ -123,7 +126,7 @@ class Cockpit(StateObserver):
             "delta": None if spent is None else spent[1],
             "unanswered": state.lost,
             "metric": None if state.headline is None else state.headline.name,
-            "results": {name: vars(result) for name, result in state.results.items()},
+            "results": {name: result._asdict() for name, result in state.results.items()},
         }
         return {"run": state.run, "round": state.round, "data": data}
 

@@ -200,6 +200,7 @@ class PolicyEnforcer:
         self._refused: _Refused | None = None
         self._ended: FedloomError | None = None
         self._full: date | None = None  # day of which no bytes are left
+        self.withheld = ""
         self._digest = ""  # of the admitted experiment
         self._run = ""
         self._experiment: Experiment | None = None
@@ -302,11 +303,16 @@ class PolicyEnforcer:
             self._decline(found, is_open=isinstance(self._experiment.data, OwnData), digest=self._digest)
 
     def begin(self, plan: EvaluationPlan) -> None:
-        """Decide which of these measurements may leave, and log those that stay."""
+        """Decide which of these measurements may leave; log, and tell the aggregator, those that stay."""
         names = {**MEASURES, "sums": tuple(metric.name for part in plan.sums for metric in part.metrics)}
         self._fields = frozenset(permitted_fields(self.policy, names))
-        if withheld := sorted({*names} - self._fields - {"models"}):
-            log.info("measurements that stay here (%s): %s", self.file.place("metrics"), ", ".join(withheld))
+        allowed = self.policy.metrics
+        kept = {*MEASURES} - self._fields - {"models"}
+        kept |= {name for name in names["sums"] if allowed is not None and name not in allowed}
+        key = "metrics" if allowed is not None else "class_counts"
+        self.withheld = f"{self.file.place(key)}: withholds {', '.join(sorted(kept))}" if kept else ""
+        if kept:
+            log.info("%s", self.withheld)
 
     def _state(self, digest: str) -> str | None:
         return None if self._approvals is None else self._approvals.state(digest)

@@ -10,7 +10,7 @@ import torch
 import fedloom
 from fedloom.engine.metrics import by_label, gauge
 from fedloom.federation.activity import LivePhase
-from fedloom.member.worker_state import WorkerState
+from fedloom.federation.worker_record import WorkerState
 
 
 def worker_families(state: WorkerState, spent: tuple[float, float] | None) -> Iterator[Any]:

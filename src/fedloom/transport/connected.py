@@ -145,6 +145,7 @@ class LiveStatus:
                 offset + link.sign_at,
                 link.worker.package,
                 link.protocol,
+                link.withheld,
             )
             for link in self._dispatcher.links()
         )

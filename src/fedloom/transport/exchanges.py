@@ -150,6 +150,8 @@ class Link:
     fault: WireError | None = None
     declined: str | None = None
     """Reason why the worker's member does not take part; None while it does."""
+    withheld: str = ""
+    """Measurements that its member keeps, and the reason."""
     heartbeats: TokenBucket = field(default_factory=lambda: TokenBucket(10, 10 / stream.HEARTBEAT_S))
     """Limit on heartbeats from the worker."""
 

@@ -99,6 +99,10 @@ class Receiver:
             case "declined":
                 link.declined = printable(part.reason, REASON_CHARACTERS) or "no reason"
                 raise WireError(Refusal.DECLINED, f"worker {link.name}: {link.declined}")
+            case "withheld":
+                self._spend(link)
+                link.withheld = printable(part.reason, REASON_CHARACTERS)
+                log.info("worker %s: %s", link.name, link.withheld)
             case other:
                 raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
 

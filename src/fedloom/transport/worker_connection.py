@@ -17,7 +17,7 @@ from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import FedloomError, RefusedError
 from fedloom.federation.standing import Standing
 from fedloom.federation.transport import ConversationKey, Gate, Lost
-from fedloom.federation.worker_observer import WorkerObserver
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial, stream
@@ -38,7 +38,6 @@ from fedloom.transport.stream import (
 )
 from fedloom.transport.versions import FIXED, SPOKEN, PredecessorError, UpgradeAwaitedError
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.transport.worker_probes import probes_served
 from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerRequest
 
 log = logging.getLogger("fedloom.transport.worker")
@@ -88,7 +87,7 @@ class WorkerConnection:
         bandwidth: Bandwidth | None,
         gate: Gate | None = None,
         told: Callable[[Standing], None] = lambda standing: None,
-        observer: WorkerObserver | None = None,
+        record: WorkerRecord | None = None,
         health: str | None = None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
@@ -98,7 +97,7 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
-        self.observer = observer or WorkerObserver()
+        self.record = record or WorkerRecord()
         self._health = health
         self._told = told  # called with the standing of the federation, in the event loop's thread
         self._connection: dial.ServerConnection | None = None  # the last one that we have tried
@@ -159,7 +158,7 @@ class WorkerConnection:
         """
         self._book.ready.append((request, row, client, answer if isinstance(answer, Lost) else encode(answer)))
         if isinstance(answer, Lost):
-            self.observer.lost(client, answer.reason)
+            self.record.lost(client, answer.reason)
         if not self._gathering:
             self._gathering = True
             self._post(self._gather)
@@ -220,8 +219,15 @@ class WorkerConnection:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._ready.set()
-        async with probes_served(self._health, lambda: self._book.outbox is not None):
+        if self._health is not None:
+            from fedloom.transport.server import Health, Probes  # slow to import
+
+            probes = Probes.start(self._health, Health(ready=lambda: self._book.outbox is not None))
+        try:
             self.events.put(await self._connect_until_over())
+        finally:
+            if self._health is not None:
+                await probes.stop()
 
     async def _connect_until_over(self) -> Finished | FedloomError:
         """Open one stream after another; return the end of the run, or the error that ends the worker."""
@@ -243,7 +249,7 @@ class WorkerConnection:
                 absence = Absence(self._address, self._reconnect_s)
             if absence.left_s <= 0:
                 return self._refused or absence.error(is_over)
-            self.observer.disconnected(is_over)
+            self.record.disconnected(is_over)
             absence.log(is_over, was_up=was_up)
             await asyncio.sleep(absence.backoff_s())
 
@@ -252,7 +258,7 @@ class WorkerConnection:
         logged = ""
         while gate.ended is None and (reason := await asyncio.to_thread(gate.closed)) is not None:
             if reason != logged:
-                self.observer.disconnected(reason, allowed=False)
+                self.record.disconnected(reason, allowed=False)
                 log.info("not connected: %s", reason, extra=DISCONNECTED)
                 logged = reason
             await asyncio.sleep(CHANGED_S)
@@ -284,7 +290,7 @@ class WorkerConnection:
             if str(error) != self._awaited:
                 text = "waiting for the aggregator at %s to be upgraded: %s"
                 log.warning(text, self._address, error, extra=DISCONNECTED)
-                self.observer.disconnected(f"waiting for the aggregator to be upgraded: {error}")
+                self.record.disconnected(f"waiting for the aggregator to be upgraded: {error}")
             self._awaited = str(error)
             self._refused = None
             await asyncio.sleep(UPGRADE_S)
@@ -312,7 +318,7 @@ class WorkerConnection:
             connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
         except RefusedError as error:  # our certificate has expired
             raise _VerificationError(str(error), error, certain=True) from None
-        sent, self._received = FrameMeter(self.observer, sending=True), FrameMeter(self.observer, sending=False)
+        sent, self._received = FrameMeter(self.record, sending=True), FrameMeter(self.record, sending=False)
         async with connection.channel as channel:
 
             async def write(frame: bytes) -> None:
@@ -332,10 +338,13 @@ class WorkerConnection:
                     joined = parse_welcome(self._address, data, self._spoken, self._introduction.algorithms)
                 outbox = self._book.open(joined)
                 self.events.put(joined)
-                self.observer.joined(joined.run)
+                self.record.joined(joined.run)
                 text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
                 log.info(text, joined.run, self._address, joined.protocol, extra=event)
-                reader, watcher = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
+                reader, watcher = (
+                    asyncio.create_task(self._read(call)),
+                    asyncio.create_task(self._changed(connection, joined.protocol)),
+                )
                 tasks += [reader, watcher, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
                 if watcher.done() and (not reader.done() or reader.exception() is not None):
@@ -351,14 +360,19 @@ class WorkerConnection:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
 
-    async def _changed(self, connection: dial.ServerConnection) -> str | None:
+    async def _changed(self, connection: dial.ServerConnection, protocol: int) -> str | None:
         """Return once our credentials have changed, or the reason once the member's gate is closed.
 
-        Conversations continue on a new channel.
+        Tell the aggregator meanwhile what the member withholds. Conversations continue on a new channel.
         """
+        told = ""
         while await asyncio.to_thread(lambda: self._credentials.current) == connection.shown:
             if self._gate is not None and (reason := self._declined or await asyncio.to_thread(self._gate.closed)):
                 return reason
+            if self._gate is not None and self._gate.withheld != told and protocol >= 10 and self._book.outbox:
+                told = self._gate.withheld
+                withheld = wire.Withheld(reason=printable(told, REASON_CHARACTERS))
+                self._book.outbox.put_part(None, wire.WorkerPart(withheld=withheld))
             await asyncio.sleep(CHANGED_S if self._gate is None else DECLINED_S)
         log.info("reconnecting with the current content of the files")
         return None
@@ -444,6 +458,7 @@ class WorkerConnection:
                     standing = Standing.parse(part.standing)
                 except ValueError as error:
                     raise WireError(Refusal.GARBAGE, "a standing that cannot be read") from error
+                self.record.told(standing)
                 self._told(standing)
             case "heartbeat":
                 pass

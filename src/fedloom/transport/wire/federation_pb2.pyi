@@ -307,6 +307,12 @@ class Declined(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
+class Withheld(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
 class TransferRefused(_message.Message):
     __slots__ = ("transfer", "reason")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
@@ -338,7 +344,7 @@ class WorkerFrame(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[WorkerPart, _Mapping]]] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class WorkerPart(_message.Message):
-    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost", "heartbeat", "declined")
+    __slots__ = ("hello", "begin", "chunk", "end", "missing", "row_lost", "heartbeat", "declined", "withheld")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +353,7 @@ class WorkerPart(_message.Message):
     ROW_LOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     begin: Begin
     chunk: Chunk
@@ -355,7 +362,8 @@ class WorkerPart(_message.Message):
     row_lost: RowLost
     heartbeat: Heartbeat
     declined: Declined
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+    withheld: Withheld
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., missing: _Optional[_Union[Missing, _Mapping]] = ..., row_lost: _Optional[_Union[RowLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., withheld: _Optional[_Union[Withheld, _Mapping]] = ...) -> None: ...
 
 class AggregatorFrame(_message.Message):
     __slots__ = ("parts", "crc32")
