@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fedloom.cluster.api import FORWARDING, Api
 from fedloom.core.findings import Finding, checked
+from fedloom.errors import RefusedError
 
 
 def check_cluster() -> Iterator[Finding]:
