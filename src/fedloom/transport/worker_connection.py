@@ -338,6 +338,7 @@ class WorkerConnection:
                     joined = parse_welcome(self._address, data, self._spoken, self._introduction.algorithms)
                 outbox = self._book.open(joined)
                 self.events.put(joined)
+                self._awaited = ""
                 self.record.joined(joined.run)
                 text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
                 log.info(text, joined.run, self._address, joined.protocol, extra=event)
