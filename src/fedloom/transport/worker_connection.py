@@ -85,10 +85,9 @@ class WorkerConnection:
         reconnect_s: float,
         credentials: Credentials,
         bandwidth: Bandwidth | None,
-        gate: Gate | None = None,
-        told: Callable[[Standing], None] = lambda standing: None,
-        record: WorkerRecord | None = None,
-        health: str | None = None,
+        gate: Gate | None,
+        record: WorkerRecord,
+        health: str | None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
         """Events for the session's thread; an error ends the worker."""
@@ -97,9 +96,8 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
-        self.record = record or WorkerRecord()
+        self.record = record
         self._health = health
-        self._told = told  # called with the standing of the federation, in the event loop's thread
         self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
@@ -112,6 +110,7 @@ class WorkerConnection:
         self._gate = gate
         self._declined: str | None = None  # reason to leave the aggregator that has admitted us
         self._book = AnswerBook(gate)
+        self._requests = RequestReader(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
         self._introduction = introduction
@@ -190,10 +189,11 @@ class WorkerConnection:
     # ---- the event loop's thread
 
     def _hello(self) -> bytes:
-        """Return the Hello: our identity, and the open conversations that we have received completely."""
+        """Return the Hello: our identity, and what we have received of the open conversations."""
         hello = self._introduction.hello(self._spoken)
         alone = seal_frame(serialize(wire.WorkerPart(hello=hello)))
-        hello.MergeFrom(wire.Hello(held_of=self.incarnation, held=self._book.held()))
+        received = wire.Hello(held_of=self.incarnation, held=self._book.held(), partial=self._requests.partials())
+        hello.MergeFrom(received)
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
         return alone if len(data) > FRAME_BYTES else data  # too long: the conversations are sent again instead
 
@@ -336,6 +336,8 @@ class WorkerConnection:
                     await write(self._hello())
                     data = await self._next(call)
                     joined = parse_welcome(self._address, data, self._spoken, self._introduction.algorithms)
+                if joined.incarnation != self.incarnation:
+                    self._requests.forget()
                 outbox = self._book.open(joined)
                 self.events.put(joined)
                 self._awaited = ""
@@ -359,6 +361,7 @@ class WorkerConnection:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._requests.interrupt()
                 call.cancel()
 
     async def _changed(self, connection: dial.ServerConnection, protocol: int) -> str | None:
@@ -382,6 +385,7 @@ class WorkerConnection:
         """Tell the aggregator why we leave, in place of all that waits to be sent; it ends the stream."""
         log.info("leaving the aggregator at %s: %s", self._address, reason, extra=DISCONNECTED)
         self._book.forget()
+        self._requests.forget()
         outbox.clear()
         declined = wire.Declined(reason=printable(reason, REASON_CHARACTERS))
         outbox.put_part(None, wire.WorkerPart(declined=declined))
@@ -425,22 +429,21 @@ class WorkerConnection:
 
     async def _read(self, call: Any) -> bool:
         """Read frames until the stream ends; return whether the run is over."""
-        requests = RequestReader(self._gate)
         while True:
             await self._down.free()
             for kind, part in read_parts(wire.AggregatorFrame, await self._next(call)):
                 if kind == "goodbye":
                     return True
-                self._take(requests, kind, part)
+                self._take(kind, part)
 
-    def _take(self, requests: RequestReader, kind: str, part: Any) -> None:
+    def _take(self, kind: str, part: Any) -> None:
         match kind:
             case "begin":
-                requests.begin(part)
+                self._requests.begin(part)
             case "chunk":
-                requests.add(part)
+                self._requests.add(part)
             case "end":
-                request = requests.end(part.transfer)
+                request = self._requests.end(part.transfer)
                 self._book.received(request)
                 self.events.put(request)
             case "again":
@@ -448,6 +451,7 @@ class WorkerConnection:
             case "close":
                 key = key_from_wire(part.conversation)
                 self._book.close(key)
+                self._requests.close(key)
                 self.closed.add(key)
                 self.events.put(Close(key))
             case "transfer_refused":
@@ -460,7 +464,6 @@ class WorkerConnection:
                 except ValueError as error:
                     raise WireError(Refusal.GARBAGE, "a standing that cannot be read") from error
                 self.record.told(standing)
-                self._told(standing)
             case "heartbeat":
                 pass
             case other:
