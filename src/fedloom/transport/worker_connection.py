@@ -340,6 +340,7 @@ class WorkerConnection:
                     self._requests.forget()
                 outbox = self._book.open(joined)
                 self.events.put(joined)
+                self._awaited = ""
                 self.record.joined(joined.run)
                 text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
                 log.info(text, joined.run, self._address, joined.protocol, extra=event)
