@@ -18,7 +18,7 @@ import typer
 import fedloom
 from fedloom.cli.options import ClientAccess, Json, with_options
 from fedloom.core.address import split_address
-from fedloom.core.findings import Finding, checked
+from fedloom.core.checks import CheckResult, checked
 from fedloom.core.plugins import capability, entries
 from fedloom.core.words import pluralize
 from fedloom.errors import ExitCode
@@ -70,7 +70,7 @@ def doctor_command(
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[CheckResult]:
     from fedloom.data.folders import data_root
 
     yield checked("fedloom", _version)
@@ -82,7 +82,7 @@ def _machine() -> Iterator[Finding]:
         yield from _broken_plugins(group)
 
 
-def _broken_plugins(group: str) -> Iterator[Finding]:
+def _broken_plugins(group: str) -> Iterator[CheckResult]:
     """Yield the plugins of other packages that cannot be loaded."""
     for point in entries(f"fedloom.{group}"):
         package = "fedloom" if point.dist is None else point.dist.name
@@ -93,7 +93,7 @@ def _broken_plugins(group: str) -> Iterator[Finding]:
         except Exception as error:
             remedy = f"install {package} again, or uninstall it"
             code = int(ExitCode.EXPERIMENT)
-            yield Finding(f"plugin {point.name}", "error", f"{type(error).__name__}: {error}", remedy, code)
+            yield CheckResult(f"plugin {point.name}", "error", f"{type(error).__name__}: {error}", remedy, code)
 
 
 def _version() -> str:
@@ -103,7 +103,7 @@ def _version() -> str:
     return f"{fedloom.__version__}, protocol {PROTOCOL} (and {OLDEST}), {python}"
 
 
-def _torch() -> Finding | str:
+def _torch() -> CheckResult | str:
     import torch
 
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -113,9 +113,13 @@ def _torch() -> Finding | str:
         return f"{words}, GPU: {names} (`fedloom device` checks that it computes what a CPU computes)"
     if torch.version.cuda is not None:
         remedy = "torch from PyTorch's index of CPU builds is gigabytes smaller"
-        return Finding("torch", "warning", f"{words}, built for CUDA {torch.version.cuda}, and there is no GPU", remedy)
+        return CheckResult(
+            "torch", "warning", f"{words}, built for CUDA {torch.version.cuda}, and there is no GPU", remedy
+        )
     if threads > cores:
-        return Finding("torch", "warning", words, f"set OMP_NUM_THREADS={cores}: more threads than cores are slower")
+        return CheckResult(
+            "torch", "warning", words, f"set OMP_NUM_THREADS={cores}: more threads than cores are slower"
+        )
     return f"{words}, no GPU"
 
 
@@ -125,11 +129,11 @@ def _memory() -> str:
     return f"{total:.1f} GB, of which {free:.1f} GB are unused"
 
 
-def _disk(path: Path) -> Finding | str:
+def _disk(path: Path) -> CheckResult | str:
     there = next(each for each in (path, *path.parents) if each.exists())
     free, words = shutil.disk_usage(there).free, str(path)
     if not os.access(there, os.W_OK):
-        return Finding(
+        return CheckResult(
             "disk",
             "error",
             f"{there} cannot be written to",
@@ -137,13 +141,13 @@ def _disk(path: Path) -> Finding | str:
             int(ExitCode.STORAGE),
         )
     words += f", {free / 1e9:.1f} GB free"
-    return words if free >= SMALLEST_DISK else Finding("disk", "warning", words, "free some space before a run")
+    return words if free >= SMALLEST_DISK else CheckResult("disk", "warning", words, "free some space before a run")
 
 
 # --- what a federation needs around it --------------------------------------------------------------------------------
 
 
-def _aggregator(access: ClientAccess, address: str | None) -> Iterator[Finding]:
+def _aggregator(access: ClientAccess, address: str | None) -> Iterator[CheckResult]:
     from fedloom.security.options import Credentials
 
     credentials: list[Credentials] = []
@@ -163,15 +167,15 @@ def _aggregator(access: ClientAccess, address: str | None) -> Iterator[Finding]:
         yield checked("aggregator", lambda: _status(address, credentials[0]))
 
 
-def _certificate(credentials: Credentials) -> Finding | str:
+def _certificate(credentials: Credentials) -> CheckResult | str:
     pair = credentials.show("localhost").pair
     assert pair is not None
     days = (pair.certificate.ends - datetime.now(UTC)).days
     words = f"{pair.certificate}, valid for {pluralize(days, 'day')}"
-    return words if days >= SHORTEST_VALIDITY_D else Finding("certificate", "warning", words, "renew it soon")
+    return words if days >= SHORTEST_VALIDITY_D else CheckResult("certificate", "warning", words, "renew it soon")
 
 
-def _status(address: str, credentials: Credentials) -> Finding | str:
+def _status(address: str, credentials: Credentials) -> CheckResult | str:
     from fedloom.transport.control import dialled
 
     host, _ = split_address(address, what="--aggregator", lowest=1)
@@ -183,7 +187,9 @@ def _status(address: str, credentials: Credentials) -> Finding | str:
     if abs(skew) > LARGEST_SKEW_S:
         direction = "ahead of" if skew > 0 else "behind"
         remedy = "synchronize both clocks (NTP): certificates and deadlines depend on them"
-        return Finding("aggregator", "warning", f"{words}; its clock is {abs(skew):.0f} s {direction} this one", remedy)
+        return CheckResult(
+            "aggregator", "warning", f"{words}; its clock is {abs(skew):.0f} s {direction} this one", remedy
+        )
     return words
 
 

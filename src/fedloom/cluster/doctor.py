@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedloom.cluster.api import FORWARDING, Api
-from fedloom.core.findings import Finding, checked
+from fedloom.core.checks import CheckResult, checked
 from fedloom.errors import RefusedError
 
 
-def check_cluster() -> Iterator[Finding]:
+def check_cluster() -> Iterator[CheckResult]:
     """Yield findings about the current cluster: whether it answers, and rights that the credentials lack."""
     apis: list[Api] = []
 
@@ -32,8 +32,8 @@ def _rights(api: Api) -> str:
     return "all"
 
 
-def _forwarding(api: Api) -> Finding | str:
+def _forwarding(api: Api) -> CheckResult | str:
     if missing := api.missing_rights(FORWARDING):
         remedy = "outside of the cluster, progress is not shown without them"
-        return Finding("rights to show progress", "warning", f"missing: {', '.join(missing)}", remedy)
+        return CheckResult("rights to show progress", "warning", f"missing: {', '.join(missing)}", remedy)
     return "all"

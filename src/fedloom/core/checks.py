@@ -1,4 +1,4 @@
-"""Findings of ``fedloom doctor``."""
+"""Results of the checks of ``fedloom doctor``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedloom.errors import FedloomError
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Outcome of one check.
 
     Attributes
@@ -34,7 +34,7 @@ class Finding:
     code: int = 0
 
 
-def checked(subject: str, check: Callable[[], Finding | str]) -> Finding:
+def checked(subject: str, check: Callable[[], CheckResult | str]) -> CheckResult:
     """Return the finding of a check: its own, its words if all is well, or the error that it raises.
 
     An exception that is no FedloomError, such as that of a broken plugin, is an error with code 1.
@@ -42,7 +42,7 @@ def checked(subject: str, check: Callable[[], Finding | str]) -> Finding:
     try:
         found = check()
     except FedloomError as error:
-        return Finding(subject, "error", error.message, error.hint or "", int(error.exit_code))
+        return CheckResult(subject, "error", error.message, error.hint or "", int(error.exit_code))
     except Exception as error:
-        return Finding(subject, "error", f"{type(error).__name__}: {error}", code=1)
-    return Finding(subject, "ok", found) if isinstance(found, str) else found
+        return CheckResult(subject, "error", f"{type(error).__name__}: {error}", code=1)
+    return CheckResult(subject, "ok", found) if isinstance(found, str) else found
