@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, data, pack, run, runs, security, status, tools, worker
+from fedloom.cli import catalogue, check, data, pack, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
@@ -56,6 +56,7 @@ data_app.command("pack")(pack.pack_command)
 COMMANDS: dict[str, dict[str, Any]] = {
     "Experiments": {
         "run": run.run_command,
+        "check": check.check_command,
         "evaluate": runs.evaluate_command,
         "runs": runs.runs_command,
         "compare": None,
