@@ -18,12 +18,14 @@ from fedloom.cluster.settings import ClusterSettings
 from fedloom.engine.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
+from fedloom.experiment.editor_schema import editor_schema
 from fedloom.experiment.search_space import Choices, Range, SearchSpace
 from fedloom.experiment.validation_errors import Schema
 from fedloom.kubeflow.pods import PodSettings, TaskPod
 from fedloom.tasks.names import TaskName
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
+SCHEMA = Path(__file__).parent / "experiment.schema.json"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
@@ -347,6 +349,7 @@ def _default(node: Schema, key: str, value: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    SCHEMA.write_text(f"{json.dumps(editor_schema(), ensure_ascii=False)}\n", encoding="utf-8")
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")
     LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

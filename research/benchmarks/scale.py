@@ -38,7 +38,7 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.messages import Message
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.tokens import keep_token, make_token
-from fedloom.transport.codec import encode, tensor_specs
+from fedloom.transport.codec import encode, specs_to_wire
 from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -176,7 +176,7 @@ def _template(message: Message) -> tuple[str, str]:
     """Return a peer's answer for one row: Begin without addresses, and the bytes, in hex."""
     encoded = encode(message)
     begin = wire.Begin(
-        envelope=wire.Envelope(message=encoded.name, tensors=tensor_specs(encoded)), total_bytes=encoded.nbytes
+        envelope=wire.Envelope(message=encoded.name, tensors=specs_to_wire(encoded.specs)), total_bytes=encoded.nbytes
     )
     return begin.SerializeToString().hex(), b"".join(encoded.buffers).hex()
 

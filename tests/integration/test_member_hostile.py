@@ -32,7 +32,7 @@ from fedloom.federation.measuring import VOCABULARY as MEASURING
 from fedloom.federation.measuring import MeasureInputs
 from fedloom.federation.roster import AvailableClients
 from fedloom.federation.transport import Call, ConversationKey, Lost
-from fedloom.federation.worker_observer import WorkerObserver
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.member import guard
 from fedloom.member.approvals import Approvals, experiment_digest
 from fedloom.messages import Message, Metrics, SummedMetrics, answer_shapes
@@ -114,7 +114,7 @@ class Wire:
 class Hostile:
     """An aggregator whose experiment and questions a test chooses, and the victim's worker, which may restart."""
 
-    observer: WorkerObserver | None = None
+    record: WorkerRecord | None = None
 
     def __init__(self, experiment: dict[str, Any], packed: Path, options: WorkerOptions) -> None:
         self._packed = OwnClients.open([packed], [])
@@ -157,7 +157,7 @@ class Hostile:
     def start_worker(self) -> None:
         self.error: BaseException | None = None
         self._stop = threading.Event()
-        worker = Worker(self.address, "w", self._options, self.observer)
+        worker = Worker(self.address, "w", self._options, self.record)
 
         def run() -> None:
             try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -18,9 +20,10 @@ import numpy as np
 import pytest
 from facts import tells
 from ports import free_address
-from run_processes import ended, final, rounds, started, until
+from run_processes import ended, fedloom, final, rounds, started, until
 from vowel_data import vowel_examples
 
+from fedloom import __version__
 from fedloom.data.datasets import find_dataset
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
@@ -30,6 +33,9 @@ pytestmark = pytest.mark.slow
 
 BEFORE = "9370e5c5"
 """Commit of the version before: protocol 9, package 0.1.0."""
+
+NOW: dict[str, str] = {}
+"""Environment of processes of this version."""
 
 REPOSITORY = Path(__file__).parents[2]
 CLASS_NAMES = find_dataset("vowel").spec.class_names
@@ -59,7 +65,18 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
         files.extractall(folder, filter="data")
     # Another value of a PYTHON... variable: a real start, not a fork that has imported this version.
-    return {"PYTHONPATH": str(folder / "src"), "PYTHONHASHSEED": "0"}
+    return {"PYTHONPATH": str(folder / "src"), "PYTHONHASHSEED": "0", "RELEASE": "before"}
+
+
+@pytest.fixture(scope="session")
+def after(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the environment of processes of this version, released under another version of the package."""
+    source = tmp_path_factory.mktemp("after") / "src"
+    shutil.copytree(REPOSITORY / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+    package = source / "fedloom" / "__init__.py"
+    package.write_text(package.read_text().replace(f'__version__ = "{__version__}"', '__version__ = "7.8.9"'))
+    assert "7.8.9" in package.read_text()
+    return {"PYTHONPATH": str(source), "PYTHONHASHSEED": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +124,49 @@ def completed(folder: Path, members: Path, more: str, aggregator: dict[str, str]
         joined = [its.member(i, version) for i, version in enumerate(workers)]
         ended(server, 0)
         outputs = [ended(worker, 0) for worker in joined]
-        spoken = 9 if aggregator else 10
-        assert all(tells(text, f"protocol {spoken}") for text, old in zip(outputs, workers, strict=True) if not old)
+        spoken = 9 if "RELEASE" in aggregator else 10
+        for output, worker in zip(outputs, workers, strict=True):
+            assert tells(output, f"protocol {spoken}") or "RELEASE" in worker
         return final(its.run)
 
 
 @pytest.mark.parametrize("more", [PLAIN, SECURE], ids=["plain", "secure"])
-def test_two_versions_give_the_bits_of_one(tmp_path: Path, members: Path, before: Any, more: str) -> None:
-    now: dict[str, str] = {}
-    bits = completed(tmp_path / "one", members, more, now, now, now, now)
-    assert completed(tmp_path / "old-aggregator", members, more, before, now, now, now) == bits
-    assert completed(tmp_path / "old-members", members, more, now, before, before, before) == bits
-    assert completed(tmp_path / "mixed", members, more, now, now, before, now) == bits
+def test_two_versions_give_the_bits_of_one(
+    tmp_path: Path, members: Path, before: dict[str, str], after: dict[str, str], more: str
+) -> None:
+    bits = completed(tmp_path / "one", members, more, NOW, NOW, NOW, NOW)
+    assert completed(tmp_path / "old-aggregator", members, more, before, after, after, NOW) == bits
+    assert completed(tmp_path / "old-members", members, more, after, before, before, before) == bits
+    assert completed(tmp_path / "mixed", members, more, NOW, after, before, NOW) == bits
+
+
+def test_a_server_and_a_client_of_two_versions_exchange_the_same_model(
+    tmp_path: Path, members: Path, before: dict[str, str], after: dict[str, str]
+) -> None:
+    completed(tmp_path, members, PLAIN, NOW, NOW, NOW, NOW)
+    models = []
+    for server, client in ((NOW, NOW), (before, after), (after, before)):
+        address, model = free_address(), tmp_path / f"{len(models)}.safetensors"
+        with started("serve", tmp_path / "run", "--listen", address, environment=server):
+            fedloom("personalize", address, "--data", members / "s0", "--out", model, environment=client)
+        models.append(model.read_bytes())
+    assert models[0] == models[1] == models[2]
+
+
+def test_the_status_is_shown_across_versions(tmp_path: Path, members: Path, before: dict[str, str]) -> None:
+    for server, client in ((before, NOW), (NOW, before)):
+        with federation(tmp_path / f"{bool(server)}", members) as its:
+            its.aggregator(server)
+            member = its.member(0, client)
+            assert member.stdout is not None
+            next(line for line in member.stdout if "joined run" in line)
+            (worker,) = json.loads(fedloom("status", its.address, "--json", environment=client))["workers"]
+            assert worker["name"] == "w0"
+            assert tells(fedloom("status", its.address, "--once", environment=client), "w0", "1 client")
 
 
 # ---- upgrades within a run
 
-NOW: dict[str, str] = {}
 LONG = 600
 """Rounds of a run in which every process is replaced: it waits while a member is away."""
 

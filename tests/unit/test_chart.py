@@ -408,7 +408,7 @@ def test_network_policies_allow_the_listed_connections() -> None:
     first, second = rule_of(serve, "ingress", 7734)
     assert component(first) == "test"
     assert second == {"namespaceSelector": {"matchLabels": {"team": "clinics"}}}
-    for policy in (aggregator, serve):
+    for policy in (aggregator, worker, serve):
         (peer,) = rule_of(policy, "ingress", 7736)
         assert peer == {"namespaceSelector": {"matchLabels": {monitoring: "monitoring"}}}
     for policy in (aggregator, worker, serve):
@@ -419,7 +419,8 @@ def test_network_policies_allow_the_listed_connections() -> None:
         assert not rule_of(policy, "egress", 4317)
     for policy in found.values():
         assert len(rule_of(policy, "egress", 53)) == 2  # kube-dns, and the cache of the node
-    assert worker["spec"]["ingress"] == test["spec"]["ingress"] == []
+    assert len(worker["spec"]["ingress"]) == 1  # of metrics
+    assert test["spec"]["ingress"] == []
     assert not any(rule_of(policy, "ingress", 7735) for policy in found.values())  # used by the kubelet alone
 
 
@@ -569,6 +570,68 @@ def test_alerts_detect_a_crash_loop_and_ignore_a_stall_after_a_pause() -> None:
     assert "process_start_time_seconds{" in alerts["FedLoomAggregatorRestarts"]
     worked = r"increase\(fedloom_phase_seconds_total\{phase=~\"training.*?\}\[600s\]\)\) > 0.8 \* 600"
     assert re.search(worked, alerts["FedLoomRoundsStalled"])
+
+
+RULES = ("metrics.serviceMonitor.enabled", "metrics.prometheusRule.enabled", "metrics.dashboard.enabled")
+PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+
+
+def alerts_of(scenario: str, **more: Any) -> dict[str, Any]:
+    values = {**dict.fromkeys(("metrics.enabled", *RULES), True), "networkPolicy.metrics": [PEER], **more}
+    (rule,) = of_kind(helm.rendered(scenario, values), "PrometheusRule")
+    return {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}
+
+
+def test_every_alert_links_to_its_section_of_the_runbook() -> None:
+    page = (ROOT / "docs" / "alerts.md").read_text()
+    sections = {f"docs/alerts.md#{heading.lower()}" for heading in re.findall(r"^## (\w+)$", page, re.MULTILINE)}
+    links = set()
+    for scenario in SCENARIOS:
+        for alert in alerts_of(scenario).values():
+            links.add(alert["annotations"]["runbook_url"])
+    assert links == sections
+    url = "https://fl.example.org/alerts/"
+    moved = alerts_of("silos", **{"metrics.prometheusRule.runbookUrl": url})
+    for name, alert in moved.items():
+        assert alert["annotations"]["runbook_url"] == f"{url}#{name.lower()}"
+
+
+def test_a_members_release_is_monitored_without_the_aggregators_alerts() -> None:
+    alerts = alerts_of("member")
+    assert set(alerts) == {"FedLoomWorkerDisconnected", "FedLoomWorkerWithoutRounds"}
+    for alert in alerts.values():
+        assert 'pod=~"north-worker-.+"' in alert["expr"]
+        assert alert["labels"]["severity"] == "warning"
+    assert "fedloom_worker_allowed" in alerts["FedLoomWorkerDisconnected"]["expr"]
+    values = {**dict.fromkeys(RULES, True), "networkPolicy.metrics": [PEER]}
+    text = helm.rendered("member", values)
+    assert not of_kind(text, "ServiceMonitor")
+    (monitor,) = of_kind(text, "PodMonitor")
+    ((_, pod),) = helm.pods(text)
+    (container,) = pod["containers"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in [port["name"] for port in container["ports"]]
+    (policy,) = of_kind(text, "NetworkPolicy")
+    assert rule_of(policy, "ingress", 7736) == [PEER]
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_workers_have_probes_and_metrics(scenario: str, metrics: bool) -> None:
+    off = {} if metrics else {**dict.fromkeys(RULES, False), "metrics.enabled": False}
+    workers = [pod for name, pod in helm.pods(helm.rendered(scenario, off)) if name.endswith("-worker")]
+    for pod in workers:
+        (container,) = pod["containers"]
+        arguments = dict(argument.partition("=")[::2] for argument in container["args"])
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert set(ports) == {"health", *(["metrics"] if metrics else [])}
+        assert arguments["--health"] == f"0.0.0.0:{ports['health']}"
+        assert arguments.get("--metrics") == (f"0.0.0.0:{ports['metrics']}" if metrics else None)
+        for probe, path in (("startupProbe", "/healthz"), ("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
+            assert container[probe]["httpGet"] == {"path": path, "port": ports["health"]}
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800  # it verifies its clients' data before
+    assert workers or scenario in ("members", "gateway", "plaintext-gateway")
 
 
 def test_each_release_has_its_own_dashboard() -> None:

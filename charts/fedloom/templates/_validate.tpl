@@ -56,10 +56,7 @@
   "auth.tokens.existingSecret" $v.auth.tokens.existingSecret "auth.identities" $v.auth.identities
   "workers.partition.prepare" $v.workers.partition.prepare "serve.enabled" $v.serve.enabled
   "gateway.tlsRoute.enabled" $v.gateway.tlsRoute.enabled "gateway.grpcRoute.enabled" $v.gateway.grpcRoute.enabled
-  "ingress.enabled" $v.ingress.enabled "seaweedfs.enabled" $v.seaweedfs.enabled
-  "metrics.serviceMonitor.enabled" $v.metrics.serviceMonitor.enabled
-  "metrics.prometheusRule.enabled" $v.metrics.prometheusRule.enabled
-  "metrics.dashboard.enabled" $v.metrics.dashboard.enabled }}
+  "ingress.enabled" $v.ingress.enabled "seaweedfs.enabled" $v.seaweedfs.enabled }}
 {{- range $key, $set := $elsewhere }}
 {{- if $set }}
 {{- $wrong = append $wrong (printf "%s: is set, but aggregator.enabled is false; set it in the release with the aggregator" $key) }}

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, check, data, pack, run, runs, security, status, tools, worker
+from fedloom.cli import catalogue, check, data, doctor, pack, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
@@ -84,7 +84,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     },
     "Models for clients": {"personalize": None, "serve": None, "ledger": None, "register": None},
     "Clusters": {"cluster": None, "pipeline": None},
-    "This machine": {"device": tools.device_command},
+    "This machine": {"doctor": doctor.doctor_command, "device": tools.device_command},
 }
 """Commands by heading of the help; None for those of optional parts, which entry points provide."""
 

@@ -13,9 +13,9 @@ def schema() -> None:
     """Print the JSON schema of experiment files. Editors and other tools use it to complete and check keys."""
     import json
 
-    from fedloom.experiment import json_schema
+    from fedloom.experiment.editor_schema import editor_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    typer.echo(json.dumps(editor_schema(), indent=2, ensure_ascii=False))
 
 
 def device_command(

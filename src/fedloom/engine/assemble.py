@@ -38,7 +38,7 @@ from fedloom.federation.progress import Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
 from fedloom.federation.transport import Guard, ModelKeeper
-from fedloom.federation.worker_observer import WorkerObserver
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -267,7 +267,7 @@ def client_side(
     revealed_sums: object = None,
     guard: Guard | None = None,
     models: ModelKeeper | None = None,
-    observer: WorkerObserver | None = None,
+    record: WorkerRecord | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
@@ -275,7 +275,7 @@ def client_side(
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed_sums`` the sums that this process helped to
     reveal, None in a simulation. ``guard`` is the policy of a member. ``models`` keeps the clients' models.
-    ``observer`` is that of a worker.
+    ``record`` is that of a worker.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -298,9 +298,9 @@ def client_side(
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         size = e.evaluation.batch_size
         measurements = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
-        if observer is not None:
+        if record is not None:
             names = [client.id for client in clients.clients]
-            observer.measured(names, measurements, algorithm.predictors, parts.plan)
+            record.measured(names, measurements, algorithm.predictors, parts.plan)
         if guard is not None:
             measurements = guard.withhold(measurements, parts.plan)
         return measurements if e.federation.secure_aggregation is None else summed_metrics(measurements, parts.plan)

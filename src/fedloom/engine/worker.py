@@ -30,8 +30,7 @@ from fedloom.errors import DataError, ExperimentError, RefusedError, argument, s
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
 from fedloom.federation.roster import Member
-from fedloom.federation.standing import Standing
-from fedloom.federation.worker_observer import WorkerObserver
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
 from fedloom.transport.limits import parse_bandwidth
@@ -44,15 +43,13 @@ log = logging.getLogger(__name__)
 class Worker:
     """Worker that serves clients to an aggregator. The constructor checks everything that needs no connection.
 
-    The ``aggregator`` is ``host:port``; the ``name`` is unique in the run; ``observer`` is told what happens.
+    The ``aggregator`` is ``host:port``; the ``name`` is unique in the run; ``record`` is told what happens.
 
     Raise ExperimentError if an option is invalid; RefusedError if the worker's certificate is not currently valid;
     DataError if the clients' data are missing or damaged.
     """
 
-    def __init__(
-        self, aggregator: str, name: str, options: WorkerOptions, observer: WorkerObserver | None = None
-    ) -> None:
+    def __init__(self, aggregator: str, name: str, options: WorkerOptions, record: WorkerRecord | None = None) -> None:
         host, _ = split_address(aggregator, what=argument("aggregator"), lowest=1)
         self._credentials = Credentials(options.trust)
         self._credentials.show(host)
@@ -64,15 +61,16 @@ class Worker:
         self._bandwidth = None if settings.bandwidth is None else parse_bandwidth(settings.bandwidth)
         self._device = assemble.use_device(settings.runtime.device, settings.runtime.threads)
         self._member = membership_of(options, aggregator, sends_class_counts=settings.class_counts)
-        self._observer = observer
-        if observer is not None and self._member is not None:
-            observer.counting(self._member.spent)
+        self._record = record or WorkerRecord()
+        if self._member is not None:
+            self._record.spent = self._member.spent
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
         self._revealed: object = None  # kept across aggregators in this process
         self._models: Any = None
         if options.out is not None:
             self._models = capability("kept-models", argument("out"))(options.out, settings.model_format)
+            self._record.listener = self._models.told
         self._introduction = Introduction(
             worker=name,
             clients=self._provider.clients,
@@ -108,17 +106,9 @@ class Worker:
             credentials=self._credentials,
             bandwidth=self._bandwidth,
             gate=self._member,
-            told=self._told,
-            observer=self._observer,
+            record=self._record,
             health=self._options.health,
         )
-
-    def _told(self, standing: Standing) -> None:
-        """Take note of the federation's standing, in the connection's thread."""
-        if self._observer is not None:
-            self._observer.told(standing)
-        if self._models is not None:
-            self._models.told(standing)
 
     def _session(self, welcome: Joined) -> Session:
         facts = _described(welcome.experiment)
@@ -156,7 +146,7 @@ class Worker:
             revealed_sums=revealed_sums,
             guard=member,
             models=self._models,
-            observer=self._observer,
+            record=self._record,
         )
 
     def _remembered(self) -> object:

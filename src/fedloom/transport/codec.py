@@ -15,6 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, cast
 
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor
 
 from fedloom.federation.validation import TensorSpec, specs
@@ -33,6 +34,8 @@ from fedloom.transport.wire import federation_pb2 as wire
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
+
+    from fedloom.transport.resuming import Sending
 
 if sys.byteorder != "little":  # raw bytes are sent as they are in memory
     raise ImportError("fedloom.transport needs a little-endian machine")
@@ -132,7 +135,7 @@ def group_answers(answers: Sequence[Encoded]) -> Iterator[range]:
         yield range(start, len(answers))
 
 
-def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
+def specs_to_wire(specs: Sequence[TensorSpec]) -> list[wire.TensorSpec]:
     """Convert specs to those of an envelope."""
     return [
         wire.TensorSpec(
@@ -142,7 +145,7 @@ def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
             dtype=DTYPES[spec.dtype],
             shape=spec.shape,
         )
-        for spec in encoded.specs
+        for spec in specs
     ]
 
 
@@ -165,39 +168,50 @@ class Cutter:
         self._part = part
         self._numbers = count(1)
 
-    def parts(self, envelope: wire.Envelope, encoded: Encoded, remaining_s: float | None = None) -> Iterator[Pieces]:
+    def parts(
+        self,
+        envelope: wire.Envelope,
+        encoded: Encoded,
+        remaining_s: float | None = None,
+        sending: Sending | None = None,
+    ) -> Iterator[Pieces]:
         """Yield the serialized parts of one transfer: Begin, chunks of at most CHUNK_BYTES, End.
 
         The envelope's ``message`` and ``tensors`` are filled in here. An answer is useful for ``remaining_s`` seconds.
+        The transfer begins where the record ``sending`` says, and the record is kept up to date.
         """
         envelope.message = encoded.name
-        envelope.tensors.extend(tensor_specs(encoded))
+        envelope.tensors.extend(specs_to_wire(encoded.specs))
         number = next(self._numbers)
-        begin = wire.Begin(transfer=number, envelope=envelope, total_bytes=encoded.nbytes, remaining_s=remaining_s)
-        yield serialize(self._part(begin=begin))
-        offset = 0
-        for pieces in _chunks(encoded.buffers):
-            yield serialize_chunk(self._part, number, offset, pieces)
-            offset += sum(map(len, pieces))
+        offset, total = 0 if sending is None else sending.offset, encoded.nbytes
+        yield serialize(
+            self._part(
+                begin=wire.Begin(
+                    transfer=number, envelope=envelope, total_bytes=total, remaining_s=remaining_s, offset=offset
+                )
+            )
+        )
+        for start in range(offset, total, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, total)
+            if sending is not None:
+                sending.sent = end
+            yield serialize_chunk(self._part, number, start, _between(encoded.buffers, start, end))
         yield serialize(self._part(end=wire.End(transfer=number)))
 
 
-def _chunks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut the concatenated buffers into chunks of CHUNK_BYTES, without copying; the last may be shorter."""
-    pieces: list[memoryview] = []
-    room = CHUNK_BYTES
+def _between(buffers: Sequence[memoryview], start: int, end: int) -> Iterator[memoryview]:
+    """Yield the bytes from ``start`` to ``end`` of concatenated buffers, without copying."""
     for buffer in buffers:
-        start = 0
-        while start < len(buffer):
-            piece = buffer[start : start + room]
-            pieces.append(piece)
-            start += len(piece)
-            room -= len(piece)
-            if room == 0:
-                yield pieces
-                pieces, room = [], CHUNK_BYTES
-    if pieces:
-        yield pieces
+        if start < len(buffer) and end > 0:
+            yield buffer[max(start, 0) : end]
+        start, end = start - len(buffer), end - len(buffer)
+
+
+def checksum(buffers: Sequence[memoryview], start: int, end: int, crc: int) -> int:
+    """Return the CRC-32 of the first ``end`` bytes of concatenated buffers, given that of the first ``start``."""
+    for piece in _between(buffers, start, end):
+        crc = crc32(piece, crc)
+    return crc
 
 
 class Assembler:
@@ -237,27 +251,29 @@ class Assembler:
             )
         if self.total > limit_bytes:
             raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} accepted")
-        self._specs = tuple(tensors)
+        self.specs = tuple(tensors)
         self._storage: list[list[Tensor | bytearray]] = [
             [*storage(spec)] if storage else [_small_or_memory(spec.nbytes)] for spec in tensors
         ]
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
         self._current = 0  # index of the piece being filled
         self._filled = 0  # bytes filled in this piece
-        self._received = 0
+        self.received = 0
+        """Number of bytes that have arrived."""
+        self._checked = 0, 0  # number of bytes, and their CRC-32
 
     def add(self, chunk: wire.Chunk | ChunkView) -> None:
         """Store the next chunk; raise WireError if it is empty, short, not the next one, or exceeds the total."""
         data = chunk.data
-        if chunk.offset != self._received or not data:
+        if chunk.offset != self.received or not data:
             raise WireError(
-                Refusal.ORDER, f"chunk of {len(data)} bytes at offset {chunk.offset}, expected offset {self._received}"
+                Refusal.ORDER, f"chunk of {len(data)} bytes at offset {chunk.offset}, expected offset {self.received}"
             )
-        if self._received + len(data) > self.total:
-            raise WireError(Refusal.SIZE, f"{self._received + len(data)} bytes received, {self.total} announced")
-        if len(data) < min(CHUNK_BYTES, self.total - self._received):
+        if self.received + len(data) > self.total:
+            raise WireError(Refusal.SIZE, f"{self.received + len(data)} bytes received, {self.total} announced")
+        if len(data) < min(CHUNK_BYTES, self.total - self.received):
             raise WireError(Refusal.ORDER, f"chunk of {len(data)} bytes before the last, expected {CHUNK_BYTES}")
-        self._received += len(data)
+        self.received += len(data)
         rest = memoryview(data)
         while len(rest):
             view = self._views[self._current]
@@ -268,15 +284,21 @@ class Assembler:
             if self._filled == len(view):
                 self._current, self._filled = self._current + 1, 0
 
+    def checksum(self) -> int:
+        """Return the CRC-32 of the bytes that have arrived; each byte is read once, however often this is called."""
+        start, crc = self._checked
+        self._checked = self.received, checksum(self._views, start, self.received, crc)
+        return self._checked[1]
+
     @property
     def is_complete(self) -> bool:
         """True once all bytes have arrived."""
-        return self._received == self.total
+        return self.received == self.total
 
     def end(self) -> None:
         """Raise WireError if bytes are missing."""
         if not self.is_complete:
-            raise WireError(Refusal.TRUNCATED, f"{self._received} of {self.total} bytes at the end")
+            raise WireError(Refusal.TRUNCATED, f"{self.received} of {self.total} bytes at the end")
 
     def forget(self, piece: int) -> None:
         """Store the rest of a row in separate memory, because its piece may now hold another answer."""
@@ -294,14 +316,14 @@ class Assembler:
         Raise WireError if the fields are not those of the class, or a bool is neither 0 nor 1.
         """
         fields = {(field.name, field.quantity, field.per_client) for field in cls.fields()}
-        announced = {(spec.name, spec.quantity, spec.per_client) for spec in self._specs}
-        if fields != announced or len(self._specs) != len(fields):
+        announced = {(spec.name, spec.quantity, spec.per_client) for spec in self.specs}
+        if fields != announced or len(self.specs) != len(fields):
             raise WireError(
-                Refusal.SHAPE, f"fields {[spec.name for spec in self._specs]} are not those of {cls.__name__}"
+                Refusal.SHAPE, f"fields {[spec.name for spec in self.specs]} are not those of {cls.__name__}"
             )
         return {
             spec.name: _tensor(spec, pieces[piece], rows=1 if len(pieces) > 1 else None, cls=cls)
-            for spec, pieces in zip(self._specs, self._storage, strict=True)
+            for spec, pieces in zip(self.specs, self._storage, strict=True)
         }
 
 

@@ -17,10 +17,11 @@ from fedloom.errors import FedloomError
 from fedloom.federation.activity import Awaited
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Refusals
-from fedloom.transport.codec import encode
+from fedloom.transport.codec import CHUNK_BYTES, encode
 from fedloom.transport.exchanges import Conversations, Exchange, Link, OpenConversation, ServedRun, WorkerInfo, deal
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.receiver import Receiver
+from fedloom.transport.resuming import Sending, transfer_of
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -105,10 +106,11 @@ class Dispatcher:
 
     # ---- workers
 
-    def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
+    def enter(self, link: Link, held: Iterable[wire.Held] = (), partial: Iterable[wire.Partial] = ()) -> None:
         """Add the stream of a worker that has joined; it replaces an older stream of that worker and gets waiting rows.
 
-        ``held`` are the exchanges of earlier streams that the worker reports as received.
+        ``held`` are the exchanges of earlier streams that the worker reports as received, ``partial`` the requests
+        that it has received in part.
         """
         if self._stopping:
             self._end(link)
@@ -124,6 +126,8 @@ class Dispatcher:
         self._claims.update((member.id, link.name) for member in link.worker.members)
         for conversation in islice(held, HELD_CONVERSATIONS):
             self._note_held(link, conversation)
+        for report in islice(partial, HELD_CONVERSATIONS):
+            self._note_partial(link, report)
         worker, count = link.worker, pluralize(len(link.worker.clients), "client")
         about = f"{worker.device}, {count}, fedloom {worker.package}, protocol {link.protocol}"
         log.info("worker %s (%s) joined", link.name, about, extra={"worker": link.name})
@@ -147,6 +151,17 @@ class Dispatcher:
             link.outbox.put_part(key, _closed(key))
         elif reported.exchange < len(conversation.calls):
             link.held[key] = dict.fromkeys(conversation.rows.intersection(reported.rows), reported.exchange)
+
+    def _note_partial(self, link: Link, report: wire.Partial) -> None:
+        """Record a request that a worker has received in part; notify it if the conversation was closed meanwhile."""
+        key, exchange, rows = transfer = transfer_of(report)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            link.outbox.put_part(key, _closed(key))
+            return
+        sending = conversation.sending.get((exchange, rows[0])) if rows else None
+        if sending is not None and sending.allows(link.process, report):
+            link.reported[transfer] = report
 
     def rename(self, incarnation: str) -> None:
         """Switch to another incarnation: all streams end, and workers reconnect to get the new Welcome."""
@@ -185,14 +200,17 @@ class Dispatcher:
         for member in link.worker.members:
             self._claims.pop(member.id, None)
         self.silence.leave(member.id for member in link.worker.members)
-        for arrival in link.arrivals.values():
+        arrivals = list(link.arrivals.values())
+        link.arrivals.clear()
+        for arrival in arrivals:
             for row in arrival.rows:
                 del arrival.exchange.arriving[row, link]
-        link.arrivals.clear()
         for _, exchange in self._conversations.running():
             for row in exchange.outstanding:
                 if not exchange.let_go(link, row) and exchange.sent.get(row) is link:
                     del exchange.sent[row]
+        for arrival in arrivals:
+            arrival.exchange.keep_partial(arrival)
 
     def stop(self, finished: bool) -> None:
         """End all streams, with a goodbye if the run is over, and lose all awaited rows. Idempotent."""
@@ -243,6 +261,7 @@ class Dispatcher:
             arrival.link.ignored.add(arrival.number)
             self.refusals.count(Refusal.LATE)
         exchange.arriving.clear()
+        exchange.partials.clear()
         if exchange.longest_s:
             self._longest_s[exchange.call.key.purpose, exchange.call.exchange] = exchange.longest_s
         _let_silent_rest(exchange)
@@ -377,7 +396,13 @@ class Dispatcher:
                     return
             self._put(link, call, new, replay=False, remaining_s=exchange.remaining_s())
         if answered_rows:
-            resend = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=answered_rows)
+            partials = [partial for row in answered_rows if (partial := exchange.partial(link, row)) is not None]
+            resend = wire.Again(
+                conversation=key_to_wire(call.key),
+                exchange=call.exchange,
+                rows=answered_rows,
+                partial=[partial.to_wire() for partial in partials],
+            )
             link.outbox.put_part(call.key, wire.AggregatorPart(again=resend))
         exchange.asked_at[link] = time.monotonic()
         for row in rows:
@@ -403,7 +428,13 @@ class Dispatcher:
             states=[states_to_wire(call.states[i]) for i in index] if call.states else (),
             trace=call.trace,
         )
-        link.outbox.put(call.key, link.cutter.parts(envelope, encode(call.message.select(index)), remaining_s))
+        encoded, sending = encode(call.message.select(index)), None
+        conversation = self._conversations.get(call.key)
+        if encoded.nbytes > CHUNK_BYTES and conversation is not None:
+            transfer, place = (call.key, call.exchange, tuple(rows)), (call.exchange, rows[0])
+            before, report = conversation.sending.get(place), link.reported.pop(transfer, None)
+            sending = conversation.sending[place] = Sending(link.process, transfer, encoded, before, report)
+        link.outbox.put(call.key, link.cutter.parts(envelope, encoded, remaining_s, sending))
 
 
 def _stalled(exchange: Exchange) -> list[int]:

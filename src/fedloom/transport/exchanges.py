@@ -23,9 +23,10 @@ from fedloom.federation.transport import Call, ConversationKey, Lost
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
 from fedloom.transport import stream
-from fedloom.transport.codec import Assembler, Cutter, memory
+from fedloom.transport.codec import CHUNK_BYTES, Assembler, Cutter, memory
 from fedloom.transport.frames import Refusal, WireError, serialize
 from fedloom.transport.limits import TokenBucket
+from fedloom.transport.resuming import Partial, Sending, Transfer
 from fedloom.transport.stream import Outbox, key_from_wire
 from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
@@ -123,6 +124,8 @@ class Arrival:
     rows: dict[int, int]
     cls: type[Message]
     assembler: Assembler
+    is_alone: bool
+    """True if the reply has one row."""
 
 
 @dataclass(eq=False)
@@ -137,6 +140,8 @@ class Link:
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
     held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)
     """Last exchange of each row that the worker has: as it reported on joining, or as sent on this stream."""
+    reported: dict[Transfer, wire.Partial] = field(default_factory=dict)
+    """Credible reports of the worker on requests that its earlier streams have left incomplete."""
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ignored: set[int] = field(default_factory=set)  # refused transfers that have not ended yet
     allowance: int = 64  # refused or late parts still tolerated; each row requested adds to it
@@ -164,6 +169,11 @@ class Link:
     def name(self) -> str:
         """Name of the worker."""
         return self.worker.name
+
+    @property
+    def process(self) -> tuple[str, str]:
+        """Name and incarnation of the worker."""
+        return self.worker.name, self.worker.incarnation
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +203,8 @@ class Exchange:
         self.sent: dict[int, Link] = {}  # link that each outstanding row was sent to and is awaited from
         self.second: dict[int, Link] = {}  # second link asked for a row, after the first showed no sign of progress
         self.arriving: dict[tuple[int, Link], Arrival] = {}
+        # by row: the process that sent a large answer, and what its broken stream has left
+        self.partials: dict[int, tuple[tuple[str, str], Partial]] = {}
         self.asked_at: dict[Link, float] = {}  # when each link was asked or last answered a row
         self.answered: set[Link] = set()
         self.longest_s = 0.0  # longest time that a link took to answer
@@ -231,9 +243,31 @@ class Exchange:
         """Return whether an answer for a row is awaited from this stream."""
         return row in self.outstanding and (self.sent.get(row) is link or self.second.get(row) is link)
 
+    def keep_partial(self, arrival: Arrival) -> None:
+        """Keep a large answer that a broken stream has left incomplete, while its row is asked of no other stream."""
+        row, assembler = next(iter(arrival.rows), -1), arrival.assembler
+        is_large = arrival.is_alone and assembler.received >= CHUNK_BYTES
+        if is_large and arrival.link.protocol >= 10 and row in self.outstanding and row not in self.sent:
+            transfer = self.call.key, self.call.exchange, (row,)
+            self.partials[row] = arrival.link.process, Partial(transfer, arrival.cls.__name__, assembler)
+
+    def partial(self, link: Link, row: int) -> Partial | None:
+        """Return what an earlier stream of this worker process has left of an answer."""
+        process, partial = self.partials.get(row, (None, None))
+        return partial if process == link.process else None
+
+    def drop_partials(self, link: Link, rows: Iterable[int]) -> None:
+        """Drop incomplete answers that are about to be replaced by those of this stream, unless they may continue."""
+        for row in rows:
+            asked = (self.sent.get(row), self.second.get(row))
+            if all(other is link or other is None or self.partial(other, row) is None for other in asked):
+                self.partials.pop(row, None)
+
     def arrives_already(self, row: int) -> bool:
-        """Return whether an answer for an awaited row is arriving already."""
-        return any((row, link) in self.arriving for link in (self.sent[row], self.second.get(row)) if link is not None)
+        """Return whether an answer for an awaited row is arriving already, or may continue."""
+        return row in self.partials or any(
+            (row, link) in self.arriving for link in (self.sent[row], self.second.get(row)) if link is not None
+        )
 
     def patience_s(self) -> float | None:
         """Return the time without progress after which another worker is asked, too; None if there is no estimate."""
@@ -261,6 +295,7 @@ class Exchange:
         self.outstanding.discard(row)
         self.sent.pop(row, None)
         self.second.pop(row, None)
+        self.partials.pop(row, None)
 
 
 class OpenConversation:
@@ -272,6 +307,7 @@ class OpenConversation:
         self.current: Exchange | None = None
         self.rows: frozenset[int] = frozenset()  # all rows of the cohort
         self.holders: dict[int, str] = {}  # worker that each row stays with
+        self.sending: dict[tuple[int, int], Sending] = {}  # last large request, by exchange and first row
         self._requests: set[tuple[int, int]] = set()  # exchange, row
 
     def post(self, exchange: Exchange) -> None:

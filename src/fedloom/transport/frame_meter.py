@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fedloom.federation.worker_observer import WorkerObserver
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.transport.frames import WireError, read_parts
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -14,8 +14,8 @@ from fedloom.transport.wire import federation_pb2 as wire
 class FrameMeter:
     """Counter of the frames of one direction of one stream; the sizes that it reports add up to those of the frames."""
 
-    def __init__(self, observer: WorkerObserver, *, sending: bool) -> None:
-        self._observer, self._sending = observer, sending
+    def __init__(self, record: WorkerRecord, *, sending: bool) -> None:
+        self._record, self._sending = record, sending
         self._frame = wire.WorkerFrame if sending else wire.AggregatorFrame
         self._open: dict[int, tuple[str, str]] = {}  # by transfer: class and purpose of its message
 
@@ -23,15 +23,15 @@ class FrameMeter:
     def writing(self, frame: bytes) -> Iterator[None]:
         """Count a frame that the block writes."""
         self.count(frame)
-        self._observer.transferring(1)
+        self._record.transferring(1)
         try:
             yield
         finally:
-            self._observer.transferring(-1)
+            self._record.transferring(-1)
 
     def count(self, frame: bytes) -> None:
         """Count a frame; headers and seal count with its last part."""
-        if not (self._observer.counts_bytes and frame):
+        if not (self._record.in_detail and frame):
             return
         sizes: dict[tuple[str, str], int] = {}
         carried, before = ("unreadable", ""), len(self._open)
@@ -43,9 +43,9 @@ class FrameMeter:
             pass
         sizes[carried] = sizes.get(carried, 0) + len(frame) - sum(sizes.values())
         for (message, purpose), size in sizes.items():
-            self._observer.moved(size, message, purpose, sending=self._sending)
+            self._record.moved(size, message, purpose, sending=self._sending)
         if not self._sending and (change := len(self._open) - before):
-            self._observer.transferring(change)
+            self._record.transferring(change)
 
     def _carried(self, kind: str, part: Any) -> tuple[str, str]:
         """Return the class and purpose of the message that a part belongs to; its own kind, if it is no transfer."""

@@ -169,11 +169,26 @@ class Receiver:
                 Refusal.CLIENT, f"clients {names}, expected {expected[:3]} in rows {list(envelope.rows[:3])}"
             )
         cls, specs = self._answer_form(exchange, envelope)
+        if begin.offset:
+            assembler = self._continued(link, begin, exchange, specs)
+            return Arrival(link, begin.transfer, exchange, rows, cls, assembler, is_alone=True)
+        exchange.drop_partials(link, rows)
         # Rows that are late, or also awaited from another stream, must not use the memory of an answer that may count.
         apart = {row for row in envelope.rows if row not in rows or exchange.arrives_already(row)}
         memory = exchange.storage(cls, envelope.rows, apart)
         limit = sum(spec.nbytes for spec in specs)
-        return Arrival(link, begin.transfer, exchange, rows, cls, Assembler(begin, specs, limit, memory))
+        assembler = Assembler(begin, specs, limit, memory)
+        return Arrival(link, begin.transfer, exchange, rows, cls, assembler, is_alone=len(envelope.rows) == 1)
+
+    @staticmethod
+    def _continued(link: Link, begin: wire.Begin, exchange: Exchange, specs: Sequence[TensorSpec]) -> Assembler:
+        """Return the memory of an incomplete answer that a reply continues; raise WireError if there is none."""
+        row = begin.envelope.rows[0]
+        partial = exchange.partial(link, row)
+        if partial is None or not partial.continues(begin, specs):
+            raise WireError(Refusal.ORDER, f"a reply that begins at offset {begin.offset}, which was not asked for")
+        del exchange.partials[row]
+        return partial.assembler
 
     def _answer_form(self, exchange: Exchange, envelope: wire.Envelope) -> tuple[type[Message], Sequence[TensorSpec]]:
         """Return the class and tensors that a reply announces; raise WireError if the exchange does not allow them."""

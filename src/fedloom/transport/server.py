@@ -123,7 +123,7 @@ async def listening(
         )
     await server.start()
     try:
-        probes = None if health_address is None else Probes.start(health_address, state.probe)
+        probes = None if health_address is None else Probes.start(health_address, state)
     except ExperimentError:
         await server.stop(None)
         raise
@@ -136,7 +136,8 @@ async def listening(
 class Health:
     """Health of a server's services; belongs to one event loop."""
 
-    def __init__(self, *services: str) -> None:
+    def __init__(self, *services: str, ready: Callable[[], bool] = lambda: True) -> None:
+        self._ready = ready
         self._services = {"", *services}
         self._serving = True
 
@@ -168,15 +169,12 @@ class Health:
         return _HealthResponse(status=_HealthResponse.SERVING if self._serving else _HealthResponse.NOT_SERVING)
 
     async def probe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a probe by HTTP with 200 while the server is serving, and with 503 otherwise."""
+        """Answer a probe of health or readiness by HTTP: 200, 503 if it is not so, or 404."""
         assert scope["type"] == "http"
-        await answer_probe(send, 404 if scope["path"] != HEALTH_PATH else 200 if self._serving else 503)
-
-
-async def answer_probe(send: Any, status: int) -> None:
-    """Answer a probe by HTTP with a status."""
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
-    await send({"type": "http.response.body"})
+        states = {HEALTH_PATH: self._serving, READY_PATH: self._serving and self._ready()}
+        status = 404 if (state := states.get(scope["path"])) is None else 200 if state else 503
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
 
 
 @dataclass(frozen=True)
@@ -187,9 +185,9 @@ class Probes:
     _task: asyncio.Task[None]
 
     @classmethod
-    def start(cls, address: str, probe: Any) -> Probes:
+    def start(cls, address: str, state: Health) -> Probes:
         """Serve health on ``host:port``; raise ExperimentError if the address is invalid or cannot be bound."""
-        server = HttpServer("health", address, probe, HttpLimits(connections=32))
+        server = HttpServer("health", address, state.probe, HttpLimits(connections=32))
         return cls(server, asyncio.create_task(server.serve([server.listener])))
 
     async def stop(self) -> None:

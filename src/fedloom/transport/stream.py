@@ -217,11 +217,11 @@ def parse_welcome(address: str, data: bytes, spoken: Protocols, algorithms: Mapp
 
 def refusal_error(address: str, refusal: wire.Refused) -> FedloomError:
     """Return the error of a worker that the aggregator refuses."""
-    same_version = "install the same version of fedloom on both sides"
+    same_version = "install the version of fedloom that the aggregator has"
     hints = {
         wire.REFUSAL_CODE_PROTOCOL: same_version,
         wire.REFUSAL_CODE_PACKAGE: same_version,
-        wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
+        wire.REFUSAL_CODE_ALGORITHM: "install the version of the algorithm that the aggregator has",
         wire.REFUSAL_CODE_REPLACED: f"give every worker a unique name with {argument('name')}",
     }
     reason = printable(refusal.reason, REASON_CHARACTERS)

@@ -14,10 +14,9 @@ from typing import Protocol
 
 from fedloom.core import tracing
 from fedloom.errors import DataError
-from fedloom.federation.standing import Standing
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import ConversationKey, Declined, Gate, Lost, MissingConversation
-from fedloom.federation.worker_observer import WorkerObserver
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport.frames import WireError
@@ -69,8 +68,7 @@ def serve(
     credentials: Credentials | None = None,
     bandwidth: Bandwidth | None = None,
     gate: Gate | None = None,
-    told: Callable[[Standing], None] = lambda standing: None,
-    observer: WorkerObserver | None = None,
+    record: WorkerRecord | None = None,
     health: str | None = None,
 ) -> bool:
     """Serve clients until the run is over or ``stop`` is set; return whether the run is over.
@@ -95,10 +93,8 @@ def serve(
         Bandwidth limit; None for no limit.
     gate
         Conditions of the member under which the worker is connected; None for none.
-    told
-        Called, in another thread, with the standing of the federation on joining and after changes.
-    observer
-        Observer of the worker; None for none.
+    record
+        Record of what happens; in another thread, it is told the standing of the federation.
     health
         ``host:port`` on which probes are answered, in plaintext; None disables them.
 
@@ -117,9 +113,8 @@ def serve(
     Exception
         Any other error that ended the stream's thread, such as lack of memory.
     """
-    connection = WorkerConnection(
-        address, introduction, reconnect_s, credentials or Credentials(), bandwidth, gate, told, observer, health
-    )
+    credentials, record = credentials or Credentials(), record or WorkerRecord()
+    connection = WorkerConnection(address, introduction, reconnect_s, credentials, bandwidth, gate, record, health)
     connection.start()
     try:
         return _work(connection, make_session, stop)
@@ -154,7 +149,6 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 if session is not None:
                     session.close(event.key)
                 connection.closed.discard(event.key)
-                connection.observer.closed(event.key)
     return False
 
 
@@ -196,7 +190,7 @@ def _answer_some(
     """Answer the rows at these positions of a request; return False if it was no longer needed."""
     envelope = request.envelope
     client = dict(zip(envelope.rows, envelope.clients, strict=True))
-    connection.observer.answering(request.key)
+    connection.record.answering(request.key)
     answers = session.answer(
         request.key,
         envelope.exchange,
@@ -217,7 +211,7 @@ def _answer_some(
         close = getattr(answers, "close", None)
         if close is not None:
             close()
-        connection.observer.answering(None)
+        connection.record.answering(None)
 
 
 def _pointless(connection: WorkerConnection, request: WorkerRequest, stop: threading.Event) -> bool:

@@ -17,7 +17,7 @@ from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import FedloomError, RefusedError
 from fedloom.federation.standing import Standing
 from fedloom.federation.transport import ConversationKey, Gate, Lost
-from fedloom.federation.worker_observer import WorkerObserver
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial, stream
@@ -38,7 +38,6 @@ from fedloom.transport.stream import (
 )
 from fedloom.transport.versions import FIXED, SPOKEN, PredecessorError, UpgradeAwaitedError
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.transport.worker_probes import probes_served
 from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerRequest
 
 log = logging.getLogger("fedloom.transport.worker")
@@ -86,10 +85,9 @@ class WorkerConnection:
         reconnect_s: float,
         credentials: Credentials,
         bandwidth: Bandwidth | None,
-        gate: Gate | None = None,
-        told: Callable[[Standing], None] = lambda standing: None,
-        observer: WorkerObserver | None = None,
-        health: str | None = None,
+        gate: Gate | None,
+        record: WorkerRecord,
+        health: str | None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
         """Events for the session's thread; an error ends the worker."""
@@ -98,9 +96,8 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
-        self.observer = observer or WorkerObserver()
+        self.record = record
         self._health = health
-        self._told = told  # called with the standing of the federation, in the event loop's thread
         self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
@@ -113,6 +110,7 @@ class WorkerConnection:
         self._gate = gate
         self._declined: str | None = None  # reason to leave the aggregator that has admitted us
         self._book = AnswerBook(gate)
+        self._requests = RequestReader(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
         self._introduction = introduction
@@ -159,7 +157,7 @@ class WorkerConnection:
         """
         self._book.ready.append((request, row, client, answer if isinstance(answer, Lost) else encode(answer)))
         if isinstance(answer, Lost):
-            self.observer.lost(client, answer.reason)
+            self.record.lost(client, answer.reason)
         if not self._gathering:
             self._gathering = True
             self._post(self._gather)
@@ -191,10 +189,11 @@ class WorkerConnection:
     # ---- the event loop's thread
 
     def _hello(self) -> bytes:
-        """Return the Hello: our identity, and the open conversations that we have received completely."""
+        """Return the Hello: our identity, and what we have received of the open conversations."""
         hello = self._introduction.hello(self._spoken)
         alone = seal_frame(serialize(wire.WorkerPart(hello=hello)))
-        hello.MergeFrom(wire.Hello(held_of=self.incarnation, held=self._book.held()))
+        received = wire.Hello(held_of=self.incarnation, held=self._book.held(), partial=self._requests.partials())
+        hello.MergeFrom(received)
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
         return alone if len(data) > FRAME_BYTES else data  # too long: the conversations are sent again instead
 
@@ -220,8 +219,15 @@ class WorkerConnection:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._ready.set()
-        async with probes_served(self._health, lambda: self._book.outbox is not None):
+        if self._health is not None:
+            from fedloom.transport.server import Health, Probes  # slow to import
+
+            probes = Probes.start(self._health, Health(ready=lambda: self._book.outbox is not None))
+        try:
             self.events.put(await self._connect_until_over())
+        finally:
+            if self._health is not None:
+                await probes.stop()
 
     async def _connect_until_over(self) -> Finished | FedloomError:
         """Open one stream after another; return the end of the run, or the error that ends the worker."""
@@ -243,7 +249,7 @@ class WorkerConnection:
                 absence = Absence(self._address, self._reconnect_s)
             if absence.left_s <= 0:
                 return self._refused or absence.error(is_over)
-            self.observer.disconnected(is_over)
+            self.record.disconnected(is_over)
             absence.log(is_over, was_up=was_up)
             await asyncio.sleep(absence.backoff_s())
 
@@ -252,7 +258,7 @@ class WorkerConnection:
         logged = ""
         while gate.ended is None and (reason := await asyncio.to_thread(gate.closed)) is not None:
             if reason != logged:
-                self.observer.disconnected(reason, allowed=False)
+                self.record.disconnected(reason, allowed=False)
                 log.info("not connected: %s", reason, extra=DISCONNECTED)
                 logged = reason
             await asyncio.sleep(CHANGED_S)
@@ -284,7 +290,7 @@ class WorkerConnection:
             if str(error) != self._awaited:
                 text = "waiting for the aggregator at %s to be upgraded: %s"
                 log.warning(text, self._address, error, extra=DISCONNECTED)
-                self.observer.disconnected(f"waiting for the aggregator to be upgraded: {error}")
+                self.record.disconnected(f"waiting for the aggregator to be upgraded: {error}")
             self._awaited = str(error)
             self._refused = None
             await asyncio.sleep(UPGRADE_S)
@@ -312,7 +318,7 @@ class WorkerConnection:
             connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
         except RefusedError as error:  # our certificate has expired
             raise _VerificationError(str(error), error, certain=True) from None
-        sent, self._received = FrameMeter(self.observer, sending=True), FrameMeter(self.observer, sending=False)
+        sent, self._received = FrameMeter(self.record, sending=True), FrameMeter(self.record, sending=False)
         async with connection.channel as channel:
 
             async def write(frame: bytes) -> None:
@@ -330,9 +336,12 @@ class WorkerConnection:
                     await write(self._hello())
                     data = await self._next(call)
                     joined = parse_welcome(self._address, data, self._spoken, self._introduction.algorithms)
+                if joined.incarnation != self.incarnation:
+                    self._requests.forget()
                 outbox = self._book.open(joined)
                 self.events.put(joined)
-                self.observer.joined(joined.run)
+                self._awaited = ""
+                self.record.joined(joined.run)
                 text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
                 log.info(text, joined.run, self._address, joined.protocol, extra=event)
                 reader, watcher = (
@@ -352,6 +361,7 @@ class WorkerConnection:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                self._requests.interrupt()
                 call.cancel()
 
     async def _changed(self, connection: dial.ServerConnection, protocol: int) -> str | None:
@@ -375,6 +385,7 @@ class WorkerConnection:
         """Tell the aggregator why we leave, in place of all that waits to be sent; it ends the stream."""
         log.info("leaving the aggregator at %s: %s", self._address, reason, extra=DISCONNECTED)
         self._book.forget()
+        self._requests.forget()
         outbox.clear()
         declined = wire.Declined(reason=printable(reason, REASON_CHARACTERS))
         outbox.put_part(None, wire.WorkerPart(declined=declined))
@@ -418,22 +429,21 @@ class WorkerConnection:
 
     async def _read(self, call: Any) -> bool:
         """Read frames until the stream ends; return whether the run is over."""
-        requests = RequestReader(self._gate)
         while True:
             await self._down.free()
             for kind, part in read_parts(wire.AggregatorFrame, await self._next(call)):
                 if kind == "goodbye":
                     return True
-                self._take(requests, kind, part)
+                self._take(kind, part)
 
-    def _take(self, requests: RequestReader, kind: str, part: Any) -> None:
+    def _take(self, kind: str, part: Any) -> None:
         match kind:
             case "begin":
-                requests.begin(part)
+                self._requests.begin(part)
             case "chunk":
-                requests.add(part)
+                self._requests.add(part)
             case "end":
-                request = requests.end(part.transfer)
+                request = self._requests.end(part.transfer)
                 self._book.received(request)
                 self.events.put(request)
             case "again":
@@ -441,6 +451,7 @@ class WorkerConnection:
             case "close":
                 key = key_from_wire(part.conversation)
                 self._book.close(key)
+                self._requests.close(key)
                 self.closed.add(key)
                 self.events.put(Close(key))
             case "transfer_refused":
@@ -452,7 +463,7 @@ class WorkerConnection:
                     standing = Standing.parse(part.standing)
                 except ValueError as error:
                     raise WireError(Refusal.GARBAGE, "a standing that cannot be read") from error
-                self._told(standing)
+                self.record.told(standing)
             case "heartbeat":
                 pass
             case other:

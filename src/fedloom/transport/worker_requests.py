@@ -6,13 +6,23 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from fedloom.core.words import REASON_CHARACTERS
 from fedloom.errors import DataError
 from fedloom.federation.transport import ConversationKey, Gate, Lost
 from fedloom.messages import Message
-from fedloom.transport.codec import Assembler, Cutter, Encoded, group_answers, join_answers, read_specs
+from fedloom.transport.codec import (
+    CHUNK_BYTES,
+    Assembler,
+    Cutter,
+    Encoded,
+    group_answers,
+    join_answers,
+    read_specs,
+)
 from fedloom.transport.frames import ChunkView, Refusal, WireError, serialize
+from fedloom.transport.resuming import Partial, Sending, Transfer, transfer_of
 from fedloom.transport.stream import HELD_CONVERSATIONS, Joined, Outbox, key_from_wire, key_to_wire
 from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
@@ -71,11 +81,35 @@ class WorkerRequest:
 
 
 class RequestReader:
-    """Assembles the requests of one stream."""
+    """Assembles the requests of one stream after another, and keeps those that a stream has left incomplete."""
 
     def __init__(self, gate: Gate | None = None) -> None:
         self._gate = gate
         self._arriving: dict[int, WorkerRequest] = {}
+        self._partials: dict[Transfer, Partial] = {}
+
+    def interrupt(self) -> None:
+        """Keep what a stream that has ended leaves incomplete, newest last, in no more memory than one request."""
+        for request in self._arriving.values():
+            assembler, transfer = request.assembler, transfer_of(request.envelope)
+            if assembler is not None and assembler.received >= CHUNK_BYTES:
+                self._partials[transfer] = Partial(transfer, request.envelope.message, assembler)
+        self._arriving.clear()
+        while sum(partial.assembler.total for partial in self._partials.values()) > REQUEST_BYTES:
+            del self._partials[next(iter(self._partials))]
+
+    def partials(self) -> Iterator[wire.Partial]:
+        """Yield reports on incomplete requests."""
+        for partial in self._partials.values():
+            yield partial.to_wire()
+
+    def close(self, key: ConversationKey) -> None:
+        """Forget the incomplete requests of a conversation."""
+        self._partials = {transfer: partial for transfer, partial in self._partials.items() if transfer[0] != key}
+
+    def forget(self) -> None:
+        """Forget all incomplete requests."""
+        self._partials.clear()
 
     def begin(self, begin: wire.Begin) -> None:
         """Begin to receive a request."""
@@ -85,13 +119,23 @@ class RequestReader:
         if envelope.states and len(envelope.states) != len(envelope.rows):
             raise WireError(Refusal.CLIENT, f"{len(envelope.rows)} rows and {len(envelope.states)} client states")
         key = key_from_wire(envelope.conversation)
-        forbidden = None if self._gate is None else self._gate.charge(key, begin.total_bytes)
+        size = max(0, begin.total_bytes - begin.offset)
+        forbidden = None if self._gate is None else self._gate.charge(key, size)
         fits = begin.total_bytes <= REQUEST_BYTES and forbidden is None
-        assembler = Assembler(begin, read_specs(envelope), REQUEST_BYTES) if fits else None
+        assembler = self._assembler(begin) if fits else None
         expires = time.monotonic() + begin.remaining_s if begin.HasField("remaining_s") else None
         self._arriving[begin.transfer] = WorkerRequest(
             envelope.incarnation, key, envelope, assembler, expires, forbidden
         )
+
+    def _assembler(self, begin: wire.Begin) -> Assembler:
+        """Return new memory for a request, or that of an incomplete one which it continues."""
+        specs, partial = read_specs(begin.envelope), self._partials.pop(transfer_of(begin.envelope), None)
+        if not begin.offset:
+            return Assembler(begin, specs, REQUEST_BYTES)
+        if partial is None or not partial.continues(begin, specs):
+            raise WireError(Refusal.ORDER, f"a request that begins at offset {begin.offset}, which was not reported")
+        return partial.assembler
 
     def add(self, chunk: wire.Chunk | ChunkView) -> None:
         """Add a chunk of a request."""
@@ -119,6 +163,8 @@ class _Page:
     exchanges: dict[int, int] = field(default_factory=dict)
     answers: dict[int, tuple[str, Encoded | Lost]] = field(default_factory=dict)
     """Client by row, with its answer or the reason why there is none."""
+    sending: dict[int, Sending] = field(default_factory=dict)
+    """Records of large answers, by row."""
 
 
 class AnswerBook:
@@ -192,7 +238,7 @@ class AnswerBook:
         page = self._pages.get(key, _Page())
         incomplete = [row for row in request.rows if page.exchanges.get(row) != request.exchange]
         ready = [row for row in request.rows if row in page.answers and page.exchanges[row] == request.exchange]
-        self._send(key, request.exchange, ready)
+        self._send(key, request.exchange, ready, {row: part for part in request.partial for row in part.rows})
         if incomplete:
             self._send_missing(key, request.exchange, incomplete)
 
@@ -212,8 +258,14 @@ class AnswerBook:
             row, exchange = request.envelope.rows[0], request.envelope.exchange
             self._send_lost(None, request.key, exchange, row, Lost("it took too long"))
 
-    def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
-        """Send the answers of rows; small ones share a transfer that fits into a chunk."""
+    def _send(
+        self,
+        key: ConversationKey,
+        exchange: int,
+        rows: Iterable[int],
+        reports: Mapping[int, wire.Partial] = MappingProxyType({}),
+    ) -> None:
+        """Send the answers of rows; small ones share a transfer that fits into a chunk, large ones may continue."""
         messages: list[tuple[int, str, Encoded]] = []
         for row in sorted(set(rows)):
             client, answer = self._pages[key].answers[row]
@@ -223,7 +275,12 @@ class AnswerBook:
                 self._send_lost(key, key, exchange, row, answer)
         for part in group_answers([answer for _, _, answer in messages]):
             numbers, clients, answers = zip(*messages[part.start : part.stop], strict=True)
-            size = sum(answer.nbytes for answer in answers)
+            size, sending = sum(answer.nbytes for answer in answers), None
+            if size > CHUNK_BYTES:
+                (row,), records = numbers, self._pages[key].sending
+                transfer = key, exchange, (row,)
+                sending = Sending(self.incarnation, transfer, answers[0], records.get(row), reports.get(row))
+                records[row], size = sending, size - sending.offset
             if self._gate is not None and (reason := self._gate.charge(key, size)) is not None:
                 for row in numbers:
                     self._send_lost(key, key, exchange, row, Lost(reason))
@@ -237,7 +294,7 @@ class AnswerBook:
                 clients=clients,
             )
             if self.outbox is not None:
-                self.outbox.put(key, self._cutter.parts(envelope, join_answers(answers)))
+                self.outbox.put(key, self._cutter.parts(envelope, join_answers(answers), sending=sending))
 
     def _send_lost(
         self, lane: ConversationKey | None, key: ConversationKey, exchange: int, row: int, lost: Lost

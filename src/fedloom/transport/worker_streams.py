@@ -242,7 +242,10 @@ class WorkerStreams:
             log.warning("refused a worker (%s): %s", context.peer(), denied)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(denied))
         else:
-            self._dispatcher.enter(link, hello.held if hello.held_of == self._incarnation else ())
+            is_ours = hello.held_of == self._incarnation
+            self._dispatcher.enter(
+                link, hello.held if is_ours else (), hello.partial if is_ours and link.protocol >= 10 else ()
+            )
             self._on_entered(link.name)
             await self._hold(link, context)
 

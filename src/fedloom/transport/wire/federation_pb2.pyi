@@ -147,7 +147,7 @@ class StateVersion(_message.Message):
     def __init__(self, round: _Optional[int] = ..., attempt: _Optional[int] = ..., conversation: _Optional[int] = ..., row: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held", "announced", "oldest_protocol")
+    __slots__ = ("protocol", "package", "worker", "incarnation", "clients", "device", "algorithms", "held_of", "held", "announced", "oldest_protocol", "partial")
     class AlgorithmsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +166,7 @@ class Hello(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     package: str
     worker: str
@@ -177,7 +178,8 @@ class Hello(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[Held]
     announced: _containers.RepeatedCompositeFieldContainer[Announced]
     oldest_protocol: int
-    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., announced: _Optional[_Iterable[_Union[Announced, _Mapping]]] = ..., oldest_protocol: _Optional[int] = ...) -> None: ...
+    partial: _containers.RepeatedCompositeFieldContainer[Partial]
+    def __init__(self, protocol: _Optional[int] = ..., package: _Optional[str] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., clients: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., algorithms: _Optional[_Mapping[str, int]] = ..., held_of: _Optional[str] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., announced: _Optional[_Iterable[_Union[Announced, _Mapping]]] = ..., oldest_protocol: _Optional[int] = ..., partial: _Optional[_Iterable[_Union[Partial, _Mapping]]] = ...) -> None: ...
 
 class Announced(_message.Message):
     __slots__ = ("train", "validation", "test", "labelled", "observer", "class_counts")
@@ -204,6 +206,24 @@ class Held(_message.Message):
     exchange: int
     rows: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Partial(_message.Message):
+    __slots__ = ("conversation", "exchange", "rows", "message", "tensors", "received", "crc32")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    conversation: ConversationKey
+    exchange: int
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    message: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    received: int
+    crc32: int
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., message: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., received: _Optional[int] = ..., crc32: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run", "incarnation", "experiment", "protocol")
@@ -234,16 +254,18 @@ class Refused(_message.Message):
     def __init__(self, code: _Optional[_Union[RefusalCode, str]] = ..., reason: _Optional[str] = ..., protocol: _Optional[int] = ..., oldest_protocol: _Optional[int] = ..., algorithm: _Optional[str] = ..., algorithm_version: _Optional[int] = ...) -> None: ...
 
 class Begin(_message.Message):
-    __slots__ = ("transfer", "envelope", "total_bytes", "remaining_s")
+    __slots__ = ("transfer", "envelope", "total_bytes", "remaining_s", "offset")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     ENVELOPE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     envelope: Envelope
     total_bytes: int
     remaining_s: float
-    def __init__(self, transfer: _Optional[int] = ..., envelope: _Optional[_Union[Envelope, _Mapping]] = ..., total_bytes: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
+    offset: int
+    def __init__(self, transfer: _Optional[int] = ..., envelope: _Optional[_Union[Envelope, _Mapping]] = ..., total_bytes: _Optional[int] = ..., remaining_s: _Optional[float] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("transfer", "offset", "data")
@@ -278,14 +300,16 @@ class Missing(_message.Message):
     def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Again(_message.Message):
-    __slots__ = ("conversation", "exchange", "rows")
+    __slots__ = ("conversation", "exchange", "rows", "partial")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     conversation: ConversationKey
     exchange: int
     rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    partial: _containers.RepeatedCompositeFieldContainer[Partial]
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., partial: _Optional[_Iterable[_Union[Partial, _Mapping]]] = ...) -> None: ...
 
 class RowLost(_message.Message):
     __slots__ = ("conversation", "exchange", "row", "reason", "bug")

@@ -1,4 +1,4 @@
-"""State of a member's worker: what it does, has measured, sent and received, and how long that took."""
+"""Record of a worker: what it does, has measured, sent and received, and how long that took."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fedloom.core.plugins import capability
 from fedloom.core.words import REASON_CHARACTERS, printable
@@ -16,7 +17,6 @@ from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan
 from fedloom.federation.measuring import MEASURE
 from fedloom.federation.standing import Standing
 from fedloom.federation.transport import EVALUATE, TRAIN, ConversationKey
-from fedloom.federation.worker_observer import WorkerObserver
 from fedloom.messages import Metrics, SummedMetrics
 from fedloom.tasks.base import Counts
 from fedloom.tasks.names import Headline
@@ -24,60 +24,40 @@ from fedloom.tasks.names import Headline
 PHASES = ("training", "evaluation", "transfer", "waiting", "disconnected")
 """Phases that the time of a worker is divided into. Transfer is time in which nothing is computed."""
 
-ANNOUNCEMENTS, OTHER = "announcements", "other"
-"""Kinds of bytes: introductions, and everything that is neither that nor a message."""
-
-TITLES = {"personal": "personal model", "global": "shared model"}
-"""Names of models in sentences."""
-
-
-@dataclass(frozen=True)
-class OwnResult:
-    """Mean of a metric over the worker's clients, on their test examples: of the last evaluation, and the best."""
-
-    round: int
-    value: float
-    best_round: int
-    best: float
-
-    def followed_by(self, round: int, value: float, headline: Headline) -> OwnResult:
-        """Return the result after another evaluation."""
-        is_better = (value - self.best) * headline.sign > 0 or round == self.best_round
-        best = (round, value) if is_better else (self.best_round, self.best)
-        return OwnResult(round, value, *best)
-
 
 @dataclass
 class WorkerState:
-    """State of a worker. Times are in seconds since 1970; texts are printable."""
+    """State of a worker. Times are in seconds since 1970; texts of others are printable.
 
+    Attributes
+    ----------
+    since, reason, allowed
+        Time since which it is connected or not; why it is not; False while its member's policy keeps it disconnected.
+    round_at
+        Time of the last change of the federation's round.
+    asked
+        Conversation that the clients answer now.
+    results
+        By predictor and round, the mean of the headline over the worker's clients, on their test examples.
+    lost, lost_reason
+        Number of questions that a client did not answer, and the last reason.
+    """
+
+    since: float = 0.0
     run: str = ""
     connected: bool = False
-    since: float = 0.0
-    """Time since which it is connected, or not."""
     reason: str = "connecting"
-    """Reason why it is not connected."""
     allowed: bool = True
-    """False while the member's policy keeps it disconnected."""
     standing: Standing | None = None
-    """Last standing of the federation."""
     standing_at: float = 0.0
     round_at: float | None = None
-    """Time at which the federation's round was first told, or last changed; None before."""
     asked: ConversationKey | None = None
-    """Conversation that the clients answer now."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
-    """Bytes on the wire by kind."""
     headline: Headline | None = None
-    clients: int = 0
-    """Number of clients in the last evaluation."""
-    results: dict[str, OwnResult] = field(default_factory=dict)
-    """Own result by predictor."""
-    evaluations: int = 0
+    results: dict[str, dict[int, float]] = field(default_factory=dict)
     lost: int = 0
-    """Questions that a client did not answer, and the last reason."""
     lost_reason: str = ""
 
     @property
@@ -85,21 +65,31 @@ class WorkerState:
         """Last round that the federation has completed."""
         return 0 if self.standing is None else self.standing.round
 
+    def own(self, predictor: str) -> dict[str, Any]:
+        """Return round and value of a predictor's last result, and of its best one."""
+        rounds, sign = self.results[predictor], 1 if self.headline is None else self.headline.sign
+        last, best = max(rounds), max(rounds, key=lambda each: rounds[each] * sign)
+        return {"round": last, "value": rounds[last], "best_round": best, "best": rounds[best]}
 
-class StateObserver(WorkerObserver):
-    """Observer that keeps the state of a worker. Thread-safe."""
 
-    counts_bytes = True
+class WorkerRecord:
+    """Record of what happens in a worker: events of its connection, and of its clients' work. Thread-safe.
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    What takes time, bytes by kind and the clients' results, is noted only ``in_detail``.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time, *, in_detail: bool = False) -> None:
+        self.in_detail = in_detail
+        self.listener: Callable[[Standing], None] = lambda standing: None
+        """Called with each standing, in the connection's thread."""
+        self.spent: Callable[[], tuple[float, float] | None] = lambda: None  # ε and δ, where a policy counts them
         self._now = now
         self._lock = threading.Lock()
-        self._state = WorkerState(since=now())
+        self._state = WorkerState(now())
         self._turned = time.monotonic()
         self._transfers = 0
-        self._measuring: tuple[int, dict[str, dict[str, float]]] | None = None  # round, values by predictor and client
-        self._sums = frozenset(getattr(capability("sums"), "VOCABULARY", ()))
-        self.spent: Callable[[], tuple[float, float] | None] = lambda: None
+        self._values: dict[tuple[str, int], dict[str, float]] = {}  # of the last evaluation, by client
+        self._sums = frozenset(getattr(capability("sums"), "VOCABULARY", ())) if in_detail else frozenset()
 
     def state(self) -> WorkerState:
         """Return a copy of the state."""
@@ -119,17 +109,15 @@ class StateObserver(WorkerObserver):
         state.seconds[phase] += now - self._turned
         self._turned = now
 
-    # --- callbacks
-
     def joined(self, run: str) -> None:
-        """Note that the worker is connected."""
+        """Note that the aggregator has admitted the worker to a run."""
         with self._lock:
             self._turn()
             self._state.run, self._state.since = printable(run, 200), self._now()
             self._state.connected = self._state.allowed = True
 
     def disconnected(self, reason: str, *, allowed: bool = True) -> None:
-        """Note that the worker is not connected."""
+        """Note that the worker is not connected; it tries again, or waits until its member's policy allows it."""
         with self._lock:
             self._turn()
             if self._state.connected:
@@ -143,16 +131,17 @@ class StateObserver(WorkerObserver):
             if self._state.standing is None or standing.round != self._state.round:
                 self._state.round_at = self._now()
             self._state.standing, self._state.standing_at = standing, self._now()
+        self.listener(standing)
 
     def moved(self, size: int, message: str, purpose: str, *, sending: bool) -> None:
-        """Count bytes by kind."""
+        """Count bytes on the wire that carry a message of a class, or a part of the protocol such as ``hello``."""
         kind = self._kind(message, purpose, sending=sending)
         with self._lock:
             (self._state.sent if sending else self._state.received)[kind] += size
 
     def _kind(self, message: str, purpose: str, *, sending: bool) -> str:
         if not purpose:
-            return ANNOUNCEMENTS if message in ("hello", "welcome") else OTHER
+            return "announcements" if message in ("hello", "welcome") else "other"
         if message in self._sums:
             return "sums"
         if not sending:
@@ -162,27 +151,19 @@ class StateObserver(WorkerObserver):
         return "updates" if purpose == TRAIN else "personalization"
 
     def transferring(self, change: int) -> None:
-        """Count the messages under way."""
+        """Change the number of messages under way."""
         with self._lock:
             self._turn()
             self._transfers = max(0, self._transfers + change)
 
     def answering(self, key: ConversationKey | None) -> None:
-        """Note what the clients do; another round ends an evaluation."""
+        """Note the conversation whose message the clients answer now; None when they have."""
         with self._lock:
             self._turn()
             self._state.asked = key
-            if key is not None and self._measuring is not None and key.round != self._measuring[0]:
-                self._end_evaluation()
-
-    def closed(self, key: ConversationKey) -> None:
-        """End an evaluation."""
-        with self._lock:
-            if key.purpose == EVALUATE:
-                self._end_evaluation()
 
     def lost(self, client: str, reason: str) -> None:
-        """Count a question without an answer."""
+        """Count a question that a client does not answer."""
         with self._lock:
             self._state.lost += 1
             self._state.lost_reason = printable(f"{client}: {reason}", REASON_CHARACTERS)
@@ -190,36 +171,18 @@ class StateObserver(WorkerObserver):
     def measured(
         self, clients: Sequence[str], measured: Metrics, predictors: Sequence[str], plan: EvaluationPlan
     ) -> None:
-        """Note each client's result on its test examples."""
+        """Note the measurements of a group of clients, before any is withheld or summed."""
         key, headline = self._state.asked, plan.task.headline
-        if key is None or key.purpose != EVALUATE:
+        if not self.in_detail or key is None or key.purpose != EVALUATE:
             return
         test, reading = SPLITS.index("test"), READINGS.index("unmasked")
-        found = {}
-        for p, name in enumerate(predictors):
-            counts = Counts(measured.counts[:, p, test, reading], measured.confusion[:, p], measured.calibration[:, p])
-            values = plan.values(counts, measured.sums[:, p, test])[headline.name].tolist()
-            found[name] = {client: v for client, v in zip(clients, values, strict=True) if math.isfinite(v)}
         with self._lock:
-            if self._measuring is None or self._measuring[0] != key.round:
-                self._end_evaluation()
-                self._measuring = (key.round, {})
             self._state.headline = headline
-            for name, by_client in found.items():
-                self._measuring[1].setdefault(name, {}).update(by_client)
-
-    def _end_evaluation(self) -> None:
-        measuring, self._measuring, state = self._measuring, None, self._state
-        if measuring is None or state.headline is None:
-            return
-        round, found = measuring
-        for name, by_client in found.items():
-            if by_client:
-                value, state.clients = sum(by_client.values()) / len(by_client), len(by_client)
-                before = state.results.get(name, OwnResult(round, value, round, value))
-                state.results[name] = before.followed_by(round, value, state.headline)
-        state.evaluations += 1
-
-    def counting(self, spent: Callable[[], tuple[float, float] | None]) -> None:
-        """Take the function that counts ε."""
-        self.spent = spent
+            self._values = {each: values for each, values in self._values.items() if each[1] == key.round}
+            for p, name in enumerate(predictors):
+                tensors = measured.counts[:, p, test, reading], measured.confusion[:, p], measured.calibration[:, p]
+                found = plan.values(Counts(*tensors), measured.sums[:, p, test])[headline.name].tolist()
+                values = self._values.setdefault((name, key.round), {})
+                values |= {each: v for each, v in zip(clients, found, strict=True) if math.isfinite(v)}
+                if values:
+                    self._state.results.setdefault(name, {})[key.round] = sum(values.values()) / len(values)
