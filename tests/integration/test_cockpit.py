@@ -22,6 +22,7 @@ from termios import TIOCSWINSZ
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from forked import Popen
 from ports import free_address
@@ -30,12 +31,15 @@ from run_processes import ENVIRONMENT, FEDLOOM, ended, until
 from test_health_port import probe
 from test_member_hostile import BASE, NOISE, Hostile, Wire, changed, keys, recorded
 from test_open_federation import CLASS_NAMES, Federation, members
+from transport_support import make_aggregator
 
+from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel
 from fedloom.engine.options import WorkerOptions
 from fedloom.federation.standing import Standing
 from fedloom.federation.worker_record import PHASES, WorkerRecord
 from fedloom.member.cockpit import Cockpit, screen_lines
+from fedloom.member.worker_metrics import worker_families
 from fedloom.security.options import ClientOptions
 
 __all__ = ["keys", "members", "recorded"]
@@ -313,11 +317,10 @@ def test_figures_equal_what_the_other_side_counts(
     hostile.stop_worker()
     hostile.server.stop()
     correct, total = measured.counts[0, :, 1, 0, :2].unbind(-1)  # type: ignore[union-attr]
+    expected = dict(zip(("personal", "global"), (correct / total).tolist(), strict=True))
     state = cockpit.state()
-    hostile_accuracy = dict(zip(("personal", "global"), (correct / total).tolist(), strict=True))
-    cockpit.closed(replace(cockpit_key(), round=3))
-    found = {name: result.value for name, result in cockpit.state().results.items()}
-    assert found == pytest.approx(hostile_accuracy)
+    assert {name: state.own(name)["value"] for name in state.results} == pytest.approx(expected)
+    assert {tuple(rounds) for rounds in state.results.values()} == {(1, 2, 3)}
 
 
 def cockpit_key() -> Any:
@@ -389,7 +392,7 @@ def test_every_allowed_standing_has_words() -> None:
 
 def test_texts_of_others_never_reach_the_terminal_raw() -> None:
     bad = "\x1b[2J\x1b]0;owned\x07\r\n\u202e[bold]x[/bold]\x9b31m"
-    observer = WorkerRecord(counts_bytes=True)
+    observer = WorkerRecord(in_detail=True)
     observer.joined(bad)
     observer.lost(bad, bad)
     observer.told(Standing("waiting"))
@@ -399,9 +402,75 @@ def test_texts_of_others_never_reach_the_terminal_raw() -> None:
     assert all(character.isprintable() for line in lines for character in line.plain)
 
 
+def test_hostile_aggregators_do_not_write_on_the_terminal(members: Path) -> None:
+    """The name of the run, and the experiment that an error quotes, come over gRPC."""
+    bad = "\x1b[2J\x1b]0;owned\x07\r\u202eevil"
+    aggregator = make_aggregator(
+        name=bad,
+        algorithm="fedavg",
+        version=find_algorithm("fedavg").version,
+        experiment=json.dumps({"experiment": json.dumps({bad: bad})}),
+        clients=["speaker-0"],
+    )
+    address = aggregator.start("127.0.0.1:0")
+    try:
+        words = ("worker", "--aggregator", address, "--data", members / "s0", "--clients", "speaker-0")
+        code, written = on_a_terminal(*words)
+    finally:
+        aggregator.stop()
+    assert code == 2, written
+    terminal = Terminal()
+    terminal.feed(written)  # refuses control characters
+    assert "evil" in written
+
+
+def test_worker_that_waits_for_approval_says_so(tmp_path: Path, members: Path, keys: ClientOptions) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(yaml.safe_dump({"approve": "ask", "folder": "kept"}))
+    cockpit = Cockpit("w")
+
+    class Watched(Hostile):
+        record = cockpit
+
+    hostile = Watched(BASE, members / "s0", WorkerOptions(packed=(members / "s0",), policy=policy, trust=keys))
+    try:
+        until(lambda: not cockpit.state().allowed, "disconnected by the policy", 60)
+        state = cockpit.state()
+        lines = "\n".join(line.plain for line in screen_lines(state, "w", None))
+        assert re.search(r"^aggregator +not connected: .*waits for the member's approval", lines, re.MULTILINE)
+        found = {sample.name: sample.value for family in worker_families(state, None) for sample in family.samples}
+        assert (found["fedloom_worker_connected"], found["fedloom_worker_allowed"]) == (0, 0)
+    finally:
+        hostile.stop_worker()
+        hostile.server.stop()
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_metrics_of_a_gpu(monkeypatch: pytest.MonkeyPatch, loaded: bool) -> None:
+    def utilization(device: int) -> int:
+        if not loaded:
+            raise ModuleNotFoundError("nvidia-ml-py is not installed")
+        return 50
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4096)
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    found = {
+        sample.name: sample.value
+        for family in worker_families(WorkerRecord().state(), None)
+        for sample in family.samples
+        if "gpu" in sample.name
+    }
+    assert found == {
+        "fedloom_worker_gpu_memory_bytes": 4096,
+        **({"fedloom_worker_gpu_utilization": 0.5} if loaded else {}),
+    }
+
+
 def test_names_of_messages_add_no_kinds_of_bytes() -> None:
     """An aggregator may name a message and a purpose as it likes."""
-    observer = WorkerRecord(counts_bytes=True)
+    observer = WorkerRecord(in_detail=True)
     for i in range(1000):
         for sending in (True, False):
             observer.moved(1, f"x{i}", f"p{i}", sending=sending)

@@ -26,7 +26,7 @@ from fedloom.engine.metrics import federation_families, metrics_served
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, ClientCounts, Group, LastEvaluation, PrivacySpent, Totals
 from fedloom.federation.standing import Standing
-from fedloom.federation.worker_record import OwnResult, WorkerState
+from fedloom.federation.worker_record import WorkerState
 from fedloom.member.worker_metrics import worker_families
 from fedloom.tasks.names import ACCURACY
 from fedloom.transport.http_server import REQUEST_BYTES
@@ -132,8 +132,8 @@ def test_unknown_values_are_not_exported() -> None:
 
 def test_page_dashboard_and_alerts_name_existing_metrics() -> None:
     there = {name for name, _ in samples(replace(NOW, rounds=20), 1.0)}
-    result = OwnResult(10, 0.8, 5, 0.9)
-    state = WorkerState(standing=Standing("training", 3, 10, 4, 2), round_at=1.0, results={"personal": result})
+    results = {"personal": {5: 0.9, 10: 0.8}}
+    state = WorkerState(standing=Standing("training", 3, 10, 4, 2), round_at=1.0, results=results)
     state.sent["updates"] = state.received["models"] = 1
     state.headline = ACCURACY
     there |= {sample.name for family in worker_families(state, (1.0, 1e-6)) for sample in family.samples}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fedloom
 from fedloom.federation.transport import Call, ConversationKey, Lost, MissingConversation
+from fedloom.federation.worker_record import WorkerRecord
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Cutter, encode
@@ -116,11 +117,13 @@ class Worker:
         self.thread.start()
 
     def _run(self, address, introduction, reconnect_s, credentials) -> None:
+        record = WorkerRecord()
+        record.listener = self.told.append
         session = {
             "make_session": self._session,
             "stop": self.stop,
             "bandwidth": self.bandwidth,
-            "told": self.told.append,
+            "record": record,
         }
         try:
             self.over = serve(address, introduction, **session, reconnect_s=reconnect_s, credentials=credentials)

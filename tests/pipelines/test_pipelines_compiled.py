@@ -147,7 +147,7 @@ def test_no_repository_file_is_packaged_twice() -> None:
     assert catalog.ROOT == ROOT
 
 
-def test_a_wheel_holds_fedloom_components_and_pipelines_once(installed: Path) -> None:
+def test_a_wheel_holds_fedloom_templates_components_and_pipelines_once(installed: Path) -> None:
     top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert top == {"fedloom"}
     found = {path.relative_to(installed / "fedloom").as_posix() for path in (installed / "fedloom").rglob("*.*")}
@@ -157,6 +157,10 @@ def test_a_wheel_holds_fedloom_components_and_pipelines_once(installed: Path) ->
         if "__pycache__" not in path.parts
     }
     assert files("components") | files("pipelines") <= found
+    source = ROOT / "src" / "fedloom"
+    templates = {path.relative_to(source).as_posix() for path in (source / "templates").rglob("*.*")}
+    assert {"templates/comparison/compare.sh", "templates/module-table/network.py"} <= templates
+    assert {path for path in templates if "__pycache__" not in path} <= found
     assert {"kubeflow/components/federate/rbac.yaml", "kubeflow/pipelines/unseen_clients.py"} <= found
     assert {"cli/main.py", "kubeflow/catalog.py", "transport/wire/federation_pb2.py", "py.typed"} <= found
 

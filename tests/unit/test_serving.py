@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from facts import refusing, telling
+from facts import refusing, telling, tells
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.frames import pack_parts, parse_frame, seal_frame, serialize
 from fedloom.transport.newcomer import Models
 from fedloom.transport.personalization import ModelServerSettings
-from fedloom.transport.stream import MODELS, PERSONALIZE, RETRY, message_frames
+from fedloom.transport.stream import DESCRIBE, MODELS, PERSONALIZE, RETRY, message_frames
 from fedloom.transport.wire import personalization_pb2 as wire
 
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
@@ -298,6 +299,56 @@ def poisoned(v: torch.Tensor) -> Iterator[list[wire.NewcomerPart]]:
     yield [begin, chunk, chunk, end]
     yield [wire.NewcomerPart(ask=wire.Ask(client="again"))]
     yield [end] * 200_000
+
+
+@pytest.mark.parametrize(
+    ("protocols", "described"),
+    [
+        ((0, 0), (9, "0.1.0")),  # of release 0.1.0, which compares both with its own
+        ((9, 0), (9, "0.1.0")),
+        ((10, 9), (10, fedloom.__version__)),
+        ((11, 10), (10, fedloom.__version__)),
+        ((12, 11), (10, fedloom.__version__)),  # none in common: the client sees what this server has
+        ((8, 8), (10, fedloom.__version__)),
+        ((9, 2**32 - 1), (10, fedloom.__version__)),
+        ((2**32 - 1, 1), (10, fedloom.__version__)),
+    ],
+)
+def test_a_server_describes_itself_in_the_newest_protocol_in_common(
+    run: Path, protocols: tuple[int, int], described: tuple[int, str]
+) -> None:
+    with served(run) as at, grpc.insecure_channel(at) as channel:
+        call = channel.unary_unary(f"/{MODELS}/{DESCRIBE}", response_deserializer=wire.Described.FromString)
+        asked = wire.DescribeRequest(protocol=protocols[0], oldest_protocol=protocols[1])
+        found = call(asked.SerializeToString(), timeout=WAIT_S)
+        assert (found.protocol, found.package) == described
+
+
+@pytest.mark.parametrize(
+    ("protocol", "advice"), [(0, "upgrade"), (8, "upgrade"), (11, "install"), (2**32 - 1, "install")]
+)
+def test_a_client_rejects_a_server_without_a_protocol_in_common(protocol: int, advice: str) -> None:
+    def describe(request: bytes, context: Any) -> bytes:
+        return wire.Described(protocol=protocol, package="7.8\x1b").SerializeToString()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handlers = {DESCRIBE: grpc.unary_unary_rpc_method_handler(describe)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(MODELS, handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+
+    async def ask() -> None:
+        models = Models(address)
+        try:
+            await models.describe(WAIT_S)
+        finally:
+            await models.close()
+
+    with pytest.raises(RefusedError) as refused:
+        asyncio.run(ask())
+    server.stop(0)
+    assert tells(str(refused.value), "7.8\\x1b", protocol, "9 to 10")
+    assert advice in (refused.value.hint or "")
 
 
 def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, data, pack, run, runs, security, status, tools, worker
+from fedloom.cli import catalogue, check, data, doctor, new, pack, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
@@ -55,7 +55,9 @@ data_app.command("pack")(pack.pack_command)
 
 COMMANDS: dict[str, dict[str, Any]] = {
     "Experiments": {
+        "new": new.new_command,
         "run": run.run_command,
+        "check": check.check_command,
         "evaluate": runs.evaluate_command,
         "runs": runs.runs_command,
         "compare": None,
@@ -83,7 +85,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     },
     "Models for clients": {"personalize": None, "serve": None, "ledger": None, "register": None},
     "Clusters": {"cluster": None, "pipeline": None},
-    "This machine": {"device": tools.device_command},
+    "This machine": {"doctor": doctor.doctor_command, "device": tools.device_command},
 }
 """Commands by heading of the help; None for those of optional parts, which entry points provide."""
 

@@ -31,7 +31,6 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
 from fedloom.federation.progress import Saves
 from fedloom.federation.roster import Member
-from fedloom.federation.standing import Standing
 from fedloom.federation.worker_record import WorkerRecord
 from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
@@ -64,15 +63,16 @@ class Worker:
         self._bandwidth = None if settings.bandwidth is None else parse_bandwidth(settings.bandwidth)
         self._device = assemble.use_device(settings.runtime.device, settings.runtime.threads)
         self._member = membership_of(options, aggregator, sends_class_counts=settings.class_counts)
-        self._record = record
-        if record is not None and self._member is not None:
-            record.spent = self._member.spent
+        self._record = record or WorkerRecord()
+        if self._member is not None:
+            self._record.spent = self._member.spent
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
         self._revealed: object = None  # kept across aggregators in this process
         self._models: Any = None
         if options.out is not None:
             self._models = capability("kept-models", argument("out"))(options.out, settings.model_format)
+            self._record.listener = self._models.told
         self._introduction = Introduction(
             worker=name,
             clients=self._provider.clients,
@@ -110,15 +110,9 @@ class Worker:
             credentials=self._credentials,
             bandwidth=self._bandwidth,
             gate=self._member,
-            told=self._told,
             record=self._record,
             health=self._options.health,
         )
-
-    def _told(self, standing: Standing) -> None:
-        """Take note of the federation's standing, in the connection's thread."""
-        if self._models is not None:
-            self._models.told(standing)
 
     def _session(self, welcome: Joined) -> Session:
         facts = _described(welcome.experiment)

@@ -16,9 +16,6 @@ LONGEST = 4096
 LARGEST = 2**53
 """Largest number in a standing."""
 
-DAY_S, YEAR_S = 86_400.0, 3.2e7
-"""Seconds of a day and of a year."""
-
 
 @dataclass(frozen=True)
 class Standing:
@@ -81,28 +78,25 @@ class Standing:
     def in_words(self, at: float) -> str:
         """Return what the federation does, and what it waits for; ``at`` is the time of the standing, since 1970."""
         of = "" if self.rounds is None else f" of {self.rounds}"
-        current, last = f"round {self.doing or self.round}{of}", f"round {self.round}{of}"
         members = pluralize(self.members, "member")
         if self.connected is not None:
             members = f"{self.connected} of {members} connected"
-        words = {
-            "waiting": f"waiting, {members}",
-            "training": f"training {current}",
-            "evaluating": f"evaluating {last}",
-            "saving": f"saving {last}",
-            "running": f"running, after {last}",
-        }.get(self.phase, f"{self.phase} after {last}")
-        if self.best_round is not None:
-            words += f", best round {self.best_round}"
-        return f"{words}, {self.waits(at)}" if self.awaited else words
+        if self.phase == "waiting":
+            words = f"waiting, {members}"
+        elif self.phase == "training":
+            words = f"training round {self.doing or self.round}{of}"
+        else:
+            words = f"{self.phase} after round {self.round}{of}"
+        best = "" if self.best_round is None else f", best round {self.best_round}"
+        return words + best + (f", {self.waits(at)}" if self.awaited else "")
 
     def waits(self, at: float) -> str:
         """Return whom the aggregator waits for, and until when; ``at`` is the time of the standing, since 1970."""
         text = f"waits for {self.awaited} of {pluralize(self.members, 'member')}"
-        if self.remaining_s is None or self.remaining_s > YEAR_S:
+        if self.remaining_s is None or self.remaining_s > 365 * 86_400:
             return text
-        until = datetime.fromtimestamp(at + self.remaining_s)
-        return f"{text} until {until:%H:%M}" if self.remaining_s < DAY_S else f"{text} until {until:%Y-%m-%d %H:%M}"
+        form = "%H:%M" if self.remaining_s < 86_400 else "%Y-%m-%d %H:%M"
+        return f"{text} until {datetime.fromtimestamp(at + self.remaining_s):{form}}"
 
 
 _STANDING = TypeAdapter(Standing)

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from fedloom.core.plugins import capability
 from fedloom.core.words import REASON_CHARACTERS, printable
@@ -25,33 +25,20 @@ PHASES = ("training", "evaluation", "transfer", "waiting", "disconnected")
 """Phases that the time of a worker is divided into. Transfer is time in which nothing is computed."""
 
 
-class OwnResult(NamedTuple):
-    """Mean of a metric over the worker's clients, on their test examples: of the last evaluation, and the best."""
-
-    round: int
-    value: float
-    best_round: int
-    best: float
-
-
 @dataclass
 class WorkerState:
     """State of a worker. Times are in seconds since 1970; texts of others are printable.
 
     Attributes
     ----------
-    connected, since
-        True if the worker is connected; time since which it is, or is not.
-    reason, allowed
-        Reason why it is not connected; False while its member's policy keeps it disconnected.
-    standing, standing_at, round_at
-        Last standing of the federation, its time, and the time of the last change of its round.
+    since, reason, allowed
+        Time since which it is connected or not; why it is not; False while its member's policy keeps it disconnected.
+    round_at
+        Time of the last change of the federation's round.
     asked
         Conversation that the clients answer now.
-    seconds, sent, received
-        Wall time by phase; bytes on the wire by kind.
-    headline, results, evaluations
-        Metric of the own results, these by predictor, and the number of evaluations.
+    results
+        By predictor and round, the mean of the headline over the worker's clients, on their test examples.
     lost, lost_reason
         Number of questions that a client did not answer, and the last reason.
     """
@@ -69,8 +56,7 @@ class WorkerState:
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
     headline: Headline | None = None
-    results: dict[str, OwnResult] = field(default_factory=dict)
-    evaluations: int = 0
+    results: dict[str, dict[int, float]] = field(default_factory=dict)
     lost: int = 0
     lost_reason: str = ""
 
@@ -79,23 +65,31 @@ class WorkerState:
         """Last round that the federation has completed."""
         return 0 if self.standing is None else self.standing.round
 
+    def own(self, predictor: str) -> dict[str, Any]:
+        """Return round and value of a predictor's last result, and of its best one."""
+        rounds, sign = self.results[predictor], 1 if self.headline is None else self.headline.sign
+        last, best = max(rounds), max(rounds, key=lambda each: rounds[each] * sign)
+        return {"round": last, "value": rounds[last], "best_round": best, "best": rounds[best]}
+
 
 class WorkerRecord:
     """Record of what happens in a worker: events of its connection, and of its clients' work. Thread-safe.
 
-    With ``counts_bytes`` it counts bytes by kind, for which each frame is read once more.
+    What takes time, bytes by kind and the clients' results, is noted only ``in_detail``.
     """
 
-    def __init__(self, now: Callable[[], float] = time.time, *, counts_bytes: bool = False) -> None:
-        self.counts_bytes = counts_bytes
+    def __init__(self, now: Callable[[], float] = time.time, *, in_detail: bool = False) -> None:
+        self.in_detail = in_detail
+        self.listener: Callable[[Standing], None] = lambda standing: None
+        """Called with each standing, in the connection's thread."""
         self.spent: Callable[[], tuple[float, float] | None] = lambda: None  # ε and δ, where a policy counts them
         self._now = now
         self._lock = threading.Lock()
         self._state = WorkerState(now())
         self._turned = time.monotonic()
         self._transfers = 0
-        self._measuring: tuple[int, dict[str, dict[str, float]]] | None = None  # round, values by predictor and client
-        self._sums = frozenset(getattr(capability("sums"), "VOCABULARY", ())) if counts_bytes else frozenset()
+        self._values: dict[tuple[str, int], dict[str, float]] = {}  # of the last evaluation, by client
+        self._sums = frozenset(getattr(capability("sums"), "VOCABULARY", ())) if in_detail else frozenset()
 
     def state(self) -> WorkerState:
         """Return a copy of the state."""
@@ -137,6 +131,7 @@ class WorkerRecord:
             if self._state.standing is None or standing.round != self._state.round:
                 self._state.round_at = self._now()
             self._state.standing, self._state.standing_at = standing, self._now()
+        self.listener(standing)
 
     def moved(self, size: int, message: str, purpose: str, *, sending: bool) -> None:
         """Count bytes on the wire that carry a message of a class, or a part of the protocol such as ``hello``."""
@@ -166,14 +161,6 @@ class WorkerRecord:
         with self._lock:
             self._turn()
             self._state.asked = key
-            if key is not None and self._measuring is not None and key.round != self._measuring[0]:
-                self._end_evaluation()
-
-    def closed(self, key: ConversationKey) -> None:
-        """Note the end of a conversation."""
-        with self._lock:
-            if key.purpose == EVALUATE:
-                self._end_evaluation()
 
     def lost(self, client: str, reason: str) -> None:
         """Count a question that a client does not answer."""
@@ -186,31 +173,16 @@ class WorkerRecord:
     ) -> None:
         """Note the measurements of a group of clients, before any is withheld or summed."""
         key, headline = self._state.asked, plan.task.headline
-        if key is None or key.purpose != EVALUATE:
+        if not self.in_detail or key is None or key.purpose != EVALUATE:
             return
         test, reading = SPLITS.index("test"), READINGS.index("unmasked")
-        found = {}
-        for p, name in enumerate(predictors):
-            counts = Counts(measured.counts[:, p, test, reading], measured.confusion[:, p], measured.calibration[:, p])
-            values = plan.values(counts, measured.sums[:, p, test])[headline.name].tolist()
-            found[name] = {client: v for client, v in zip(clients, values, strict=True) if math.isfinite(v)}
         with self._lock:
-            if self._measuring is None or self._measuring[0] != key.round:
-                self._end_evaluation()
-                self._measuring = (key.round, {})
             self._state.headline = headline
-            for name, by_client in found.items():
-                self._measuring[1].setdefault(name, {}).update(by_client)
-
-    def _end_evaluation(self) -> None:
-        measuring, self._measuring, state = self._measuring, None, self._state
-        if measuring is None or state.headline is None:
-            return
-        round, found = measuring
-        for name, by_client in found.items():
-            if by_client:
-                value = sum(by_client.values()) / len(by_client)
-                best = before[2:] if (before := state.results.get(name)) else (round, value)
-                is_better = (value - best[1]) * state.headline.sign > 0
-                state.results[name] = OwnResult(round, value, *((round, value) if is_better else best))
-        state.evaluations += 1
+            self._values = {each: values for each, values in self._values.items() if each[1] == key.round}
+            for p, name in enumerate(predictors):
+                tensors = measured.counts[:, p, test, reading], measured.confusion[:, p], measured.calibration[:, p]
+                found = plan.values(Counts(*tensors), measured.sums[:, p, test])[headline.name].tolist()
+                values = self._values.setdefault((name, key.round), {})
+                values |= {each: v for each, v in zip(clients, found, strict=True) if math.isfinite(v)}
+                if values:
+                    self._state.results.setdefault(name, {})[key.round] = sum(values.values()) / len(values)

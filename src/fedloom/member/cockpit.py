@@ -34,9 +34,6 @@ ROUNDS_EVERY_S = 60.0
 TITLES = {"personal": "personal model", "global": "shared model"}
 """Names of models in sentences."""
 
-NAME_WIDTH = 12
-"""Width of the names of facts, in characters."""
-
 
 class Cockpit(WorkerRecord):
     """Record of a worker that is shown (docs/member.md).
@@ -50,10 +47,10 @@ class Cockpit(WorkerRecord):
     """
 
     def __init__(self, worker: str, metrics: str | None = None) -> None:
-        super().__init__(counts_bytes=True)
+        super().__init__(in_detail=True)
         self._worker, self._metrics = worker, metrics
-        self._seen = WorkerState()  # state of the last lines
-        self._said = -ROUNDS_EVERY_S
+        self._evaluated: int | None = None  # rounds of the last lines, and the time of the last one about a round
+        self._round, self._said = 0, -ROUNDS_EVERY_S
         self._ended = threading.Event()
 
     @contextmanager
@@ -104,12 +101,12 @@ class Cockpit(WorkerRecord):
 
     def _say(self, state: WorkerState) -> None:
         """Log what has happened since the last lines: evaluations, and rounds at intervals."""
-        seen = self._seen
-        if state.evaluations != seen.evaluations:
-            seen.evaluations = state.evaluations
+        evaluated = max((max(rounds) for rounds in state.results.values()), default=None)
+        if evaluated != self._evaluated and state.asked is None:
+            self._evaluated = evaluated
             log.info("evaluated; %s", "; ".join(_results(state)), extra=self._extra("evaluated", state))
-        if state.round != seen.round and time.monotonic() - self._said >= ROUNDS_EVERY_S:
-            seen.standing, self._said = state.standing, time.monotonic()
+        if state.round != self._round and time.monotonic() - self._said >= ROUNDS_EVERY_S:
+            self._round, self._said = state.round, time.monotonic()
             log.info("%s; %s", _peer(state), _sums_up(state), extra=self._extra("round", state))
 
     def _extra(self, event: str, state: WorkerState) -> dict[str, Any]:
@@ -126,7 +123,7 @@ class Cockpit(WorkerRecord):
             "delta": None if spent is None else spent[1],
             "unanswered": state.lost,
             "metric": None if state.headline is None else state.headline.name,
-            "results": {name: result._asdict() for name, result in state.results.items()},
+            "results": {name: state.own(name) for name in state.results},
         }
         return {"run": state.run, "round": state.round, "data": data}
 
@@ -146,19 +143,18 @@ def screen_lines(state: WorkerState, worker: str, spent: tuple[float, float] | N
     facts += [("result", text) for text in _results(state)]
     facts += [("time", _times(state)), ("sent", _bytes(state.sent)), ("received", _bytes(state.received))]
     if spent is not None:
-        facts.append(("privacy", _privacy(spent)))
+        facts.append(("privacy", f"ε ≤ {rounded_up(spent[0])} at δ = {spent[1]:g}"))
     if state.lost:
         facts.append(("unanswered", f"{pluralize(state.lost, 'question')}; last {state.lost_reason}"))
     heading = Text(f"{worker} · {state.run or 'no run yet'}", "bold")
-    return [heading, *(Text(f"{name:<{NAME_WIDTH}}{text}", overflow="fold") for name, text in facts)]
+    return [heading, *(Text(f"{name:<12}{text}", overflow="fold") for name, text in facts)]
 
 
 def _peer(state: WorkerState) -> str:
     """Return the state of the aggregator, in words."""
     if not state.connected:
-        retries = state.run and state.allowed
-        lost = f"connection lost since {_clock(state.since)}, retrying" if retries else "not connected"
-        return f"{lost}: {state.reason}"
+        since = f"connection lost since {datetime.fromtimestamp(state.since):%H:%M}, retrying"
+        return f"{since if state.run and state.allowed else 'not connected'}: {state.reason}"
     return "connected" if state.standing is None else state.standing.in_words(state.standing_at)
 
 
@@ -171,11 +167,11 @@ def _asked(state: WorkerState) -> str:
 def _results(state: WorkerState) -> Iterator[str]:
     """Yield the own results of the last evaluation, the personal model's first."""
     shown = state.headline
-    for name, result in sorted(state.results.items(), key=lambda each: each[0] != "personal"):
+    for name in sorted(state.results, key=lambda name: name != "personal"):
         assert shown is not None
-        values = f"{shown.exact(result.value)} after round {result.round}"
-        best = f"best {shown.exact(result.best)} after round {result.best_round}"
-        yield f"{TITLES.get(name, name)}: {shown.title} {values}, {best}"
+        own = state.own(name)
+        best = f"best {shown.exact(own['best'])} after round {own['best_round']}"
+        yield f"{TITLES.get(name, name)}: {shown.title} {shown.exact(own['value'])} after round {own['round']}, {best}"
 
 
 def _times(state: WorkerState) -> str:
@@ -187,13 +183,5 @@ def _bytes(counts: Any) -> str:
     return f"{decimal(sum(counts.values()))} ({parts})" if counts else "nothing"
 
 
-def _privacy(spent: tuple[float, float]) -> str:
-    return f"ε ≤ {rounded_up(spent[0])} at δ = {spent[1]:g}"
-
-
 def _sums_up(state: WorkerState) -> str:
     return f"{_times(state)}; sent {_bytes(state.sent)}; received {_bytes(state.received)}"
-
-
-def _clock(at: float) -> str:
-    return f"{datetime.fromtimestamp(at):%H:%M}"

@@ -17,8 +17,8 @@ def worker_families(state: WorkerState, spent: tuple[float, float] | None) -> It
     """Yield a worker's state and the (ε, δ) that it has spent as metric families. Unknown values are left out."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-    about = {"run": state.run, "version": fedloom.__version__}
-    yield InfoMetricFamily("fedloom_worker", "Run and version.", value=about)
+    known = {"run": state.run, "version": fedloom.__version__}
+    yield InfoMetricFamily("fedloom_worker", "Run and version.", value=known)
     yield from gauge("worker_connected", "1 if the worker is connected.", float(state.connected))
     yield from gauge("worker_allowed", "0 if the member's policy keeps it disconnected.", float(state.allowed))
     if (standing := state.standing) is not None:
@@ -33,7 +33,14 @@ def worker_families(state: WorkerState, spent: tuple[float, float] | None) -> It
     yield by_label(CounterMetricFamily, "worker_sent_bytes", "Bytes to the aggregator.", "kind", state.sent)
     yield by_label(CounterMetricFamily, "worker_received_bytes", "Bytes from the aggregator.", "kind", state.received)
     yield CounterMetricFamily("fedloom_worker_unanswered", "Questions that a client did not answer.", value=state.lost)
-    yield from _results(state)
+    if state.headline is not None:
+        labels, values = ["metric", "percent", "model", "statistic"], {"last": "value", "best": "best"}
+        family = GaugeMetricFamily("fedloom_worker_headline", "Mean of the own clients, test examples.", labels=labels)
+        about = state.headline.name, str(state.headline.percent).lower()
+        for name in sorted(state.results):
+            for statistic, key in values.items():
+                family.add_metric([*about, name, statistic], state.own(name)[key])
+        yield family
     if spent is not None:
         yield from gauge("worker_privacy_epsilon", "Largest ε that a client has spent in this run.", spent[0])
         yield from gauge("worker_privacy_delta", "δ of that ε.", spent[1])
@@ -46,17 +53,3 @@ def worker_families(state: WorkerState, spent: tuple[float, float] | None) -> It
         except (ModuleNotFoundError, RuntimeError):  # the driver's library is not installed, or does not know
             return
         yield by_label(GaugeMetricFamily, "worker_gpu_utilization", "Share of time in use.", "device", load)
-
-
-def _results(state: WorkerState) -> Iterator[Any]:
-    """Yield the worker's own results."""
-    from prometheus_client.core import GaugeMetricFamily
-
-    if state.headline is None:
-        return
-    labels = ["metric", "percent", "model", "statistic"]
-    family = GaugeMetricFamily("fedloom_worker_headline", "Mean of the own clients, test examples.", labels=labels)
-    for name, result in sorted(state.results.items()):
-        for statistic, value in (("last", result.value), ("best", result.best)):
-            family.add_metric([state.headline.name, str(state.headline.percent).lower(), name, statistic], value)
-    yield family

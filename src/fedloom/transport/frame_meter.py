@@ -31,7 +31,7 @@ class FrameMeter:
 
     def count(self, frame: bytes) -> None:
         """Count a frame; headers and seal count with its last part."""
-        if not (self._record.counts_bytes and frame):
+        if not (self._record.in_detail and frame):
             return
         sizes: dict[tuple[str, str], int] = {}
         carried, before = ("unreadable", ""), len(self._open)

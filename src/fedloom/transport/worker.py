@@ -14,7 +14,6 @@ from typing import Protocol
 
 from fedloom.core import tracing
 from fedloom.errors import DataError
-from fedloom.federation.standing import Standing
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import ConversationKey, Declined, Gate, Lost, MissingConversation
 from fedloom.federation.worker_record import WorkerRecord
@@ -69,7 +68,6 @@ def serve(
     credentials: Credentials | None = None,
     bandwidth: Bandwidth | None = None,
     gate: Gate | None = None,
-    told: Callable[[Standing], None] = lambda standing: None,
     record: WorkerRecord | None = None,
     health: str | None = None,
 ) -> bool:
@@ -95,10 +93,8 @@ def serve(
         Bandwidth limit; None for no limit.
     gate
         Conditions of the member under which the worker is connected; None for none.
-    told
-        Called, in another thread, with the standing of the federation on joining and after changes.
     record
-        Observer of the worker; None for none.
+        Record of what happens; in another thread, it is told the standing of the federation.
     health
         ``host:port`` on which probes are answered, in plaintext; None disables them.
 
@@ -117,9 +113,8 @@ def serve(
     Exception
         Any other error that ended the stream's thread, such as lack of memory.
     """
-    connection = WorkerConnection(
-        address, introduction, reconnect_s, credentials or Credentials(), bandwidth, gate, told, record, health
-    )
+    credentials, record = credentials or Credentials(), record or WorkerRecord()
+    connection = WorkerConnection(address, introduction, reconnect_s, credentials, bandwidth, gate, record, health)
     connection.start()
     try:
         return _work(connection, make_session, stop)
@@ -154,7 +149,6 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 if session is not None:
                     session.close(event.key)
                 connection.closed.discard(event.key)
-                connection.record.closed(event.key)
     return False
 
 

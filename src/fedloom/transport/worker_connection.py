@@ -85,10 +85,9 @@ class WorkerConnection:
         reconnect_s: float,
         credentials: Credentials,
         bandwidth: Bandwidth | None,
-        gate: Gate | None = None,
-        told: Callable[[Standing], None] = lambda standing: None,
-        record: WorkerRecord | None = None,
-        health: str | None = None,
+        gate: Gate | None,
+        record: WorkerRecord,
+        health: str | None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
         """Events for the session's thread; an error ends the worker."""
@@ -97,9 +96,8 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
-        self.record = record or WorkerRecord()
+        self.record = record
         self._health = health
-        self._told = told  # called with the standing of the federation, in the event loop's thread
         self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
@@ -342,6 +340,7 @@ class WorkerConnection:
                     self._requests.forget()
                 outbox = self._book.open(joined)
                 self.events.put(joined)
+                self._awaited = ""
                 self.record.joined(joined.run)
                 text, event = "joined run %s at %s, protocol %d", {"data": {"event": "joined"}}
                 log.info(text, joined.run, self._address, joined.protocol, extra=event)
@@ -465,7 +464,6 @@ class WorkerConnection:
                 except ValueError as error:
                     raise WireError(Refusal.GARBAGE, "a standing that cannot be read") from error
                 self.record.told(standing)
-                self._told(standing)
             case "heartbeat":
                 pass
             case other:

@@ -1,0 +1,107 @@
+"""``fedloom new``: folders that run as they lie, to begin with (the files are in ``fedloom/templates``)."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.cli.options import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+"""Folder of the templates. The first line of each one's README.md says what it is."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A folder that can be written: its name, a sentence, and its files."""
+
+    name: str
+    summary: str
+    files: tuple[str, ...]
+
+
+def templates() -> list[Template]:
+    """Return the templates, sorted by name."""
+    return [_template(readme.parent) for readme in sorted(TEMPLATES.glob("*/README.md"))]
+
+
+def _template(folder: Path) -> Template:
+    """Return the template in a folder, without the bytecode that installers write into it."""
+    with (folder / "README.md").open(encoding="utf-8") as readme:
+        summary = readme.readline().strip("# \n")
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    files = sorted(path.as_posix() for path in paths if "__pycache__" not in path.parts)
+    return Template(folder.name, summary, tuple(files))
+
+
+def new_command(
+    name: Annotated[str | None, typer.Argument(metavar="TEMPLATE", help="The template; none: list them.")] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="The folder to write: a new one, or an empty one.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a folder to begin with, which runs as it is: an experiment, data, scripts and a README.md."""
+    from fedloom.cli.tables import print_table
+    from fedloom.core.words import pluralize
+    from fedloom.errors import ExperimentError
+
+    known = templates()
+    if name is None:
+        if as_json:
+            typer.echo(json.dumps([asdict(each) for each in known], indent=2, ensure_ascii=False))
+            return
+        print_table("", ["template", "description"], [[each.name, each.summary] for each in known], texts=range(2))
+        typer.echo("\nTo begin with one: fedloom new TEMPLATE DIR")
+        return
+    chosen = next((each for each in known if each.name == name), None)
+    if chosen is None:
+        names = [each.name for each in known]
+        message = f"There is no template {name!r}; choose from {', '.join(names)}."
+        raise ExperimentError(message, key="template", found=name, allowed=names)
+    if folder is None:
+        hint = f"fedloom new {name} {name}"
+        raise ExperimentError("DIR is missing: give the folder to write.", key="dir", hint=hint)
+    write_template(chosen, folder)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder.absolute()), **asdict(chosen)}, indent=2, ensure_ascii=False))
+        return
+    typer.echo(f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}")
+    typer.echo(f"Next: read {folder / 'README.md'}; its commands run in {folder}.")
+
+
+def write_template(template: Template, folder: Path) -> None:
+    """Write a template's files into a new or empty folder; remove them again if one cannot be written.
+
+    Raise ExperimentError if the folder is a file or has files, and StorageError if it cannot be written.
+    """
+    from fedloom.core.files import storing
+    from fedloom.errors import ExperimentError
+
+    with storing(folder), ExitStack() as undo:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            what = "is not empty" if folder.is_dir() else "is a file"
+            message = f"{folder} {what}; give a new or an empty folder. Nothing was changed."
+            raise ExperimentError(message, key="dir", found=str(folder))
+        for file in template.files:
+            path = folder / file
+            for missing in _missing(path.parents):
+                missing.mkdir()
+                undo.callback(missing.rmdir)
+            with path.open("xb") as target:  # never overwrites, even what appears meanwhile
+                undo.callback(path.unlink)
+                target.write((TEMPLATES / template.name / file).read_bytes())
+        undo.pop_all()
+
+
+def _missing(parents: Iterable[Path]) -> list[Path]:
+    """Return the folders that do not exist, the outermost first."""
+    return [parent for parent in parents if not parent.exists()][::-1]

@@ -1,0 +1,161 @@
+"""`fedloom new`: each template runs as its README says, in the folder that was written; nothing is ever overwritten."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from facts import tells
+from run_processes import WAIT_S
+from typer.testing import CliRunner
+from vowel_data import vowel_root
+
+from fedloom.cli.main import app
+from fedloom.cli.new import TEMPLATES, Template, templates, write_template
+from fedloom.errors import ExperimentError, StorageError
+
+NAMES = [template.name for template in templates()]
+
+
+def new(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["new", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def followed(name: str, folder: Path, **environment: str) -> str:
+    """Write a template and run the commands of its README in a shell; return what they print."""
+    new(name, folder)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    given = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "FEDLOOM_DATA": str(vowel_root(folder.parent / "data")),
+        "FEDLOOM_REPORT": "0",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        **environment,
+    }
+    command = ["bash", "-euc", "\n".join(blocks)]
+    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- the command
+
+
+def test_templates_are_listed_with_a_sentence_each() -> None:
+    assert set(NAMES) == {path.name for path in TEMPLATES.iterdir()}
+    listed = json.loads(new("--json"))
+    assert [each["name"] for each in listed] == NAMES
+    assert all(each["summary"] and "README.md" in each["files"] for each in listed)
+    text = " ".join(new().split())
+    assert all(each["name"] in text for each in listed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_is_written_as_it_is_and_only_once(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "mine"
+    told = json.loads(new(name, folder, "--json"))
+    assert (told["name"], told["folder"]) == (name, str(folder))
+    expected = {path: text for path, text in content(TEMPLATES / name).items() if "__pycache__" not in path}
+    assert content(folder) == expected
+    assert sorted(told["files"]) == sorted(expected)
+    (folder / "README.md").write_text("mine")
+    with pytest.raises(ExperimentError) as refused:
+        new(name, folder)
+    assert refused.value.key == "dir"
+    assert content(folder) == {**expected, "README.md": b"mine"}
+
+
+def test_a_template_is_written_into_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    new("comparison", ".")
+    assert content(tmp_path) == content(TEMPLATES / "comparison")
+
+
+def test_an_unknown_template_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError) as unknown:
+        new("comparisons", tmp_path / "mine")
+    assert (unknown.value.key, unknown.value.found, unknown.value.allowed) == ("template", "comparisons", NAMES)
+    assert tells(str(unknown.value), *NAMES)
+    with pytest.raises(ExperimentError) as missing:
+        new("../templates/comparison", tmp_path / "mine")
+    assert missing.value.allowed == NAMES
+    with pytest.raises(ExperimentError) as missing:
+        new("comparison")
+    assert missing.value.key == "dir"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ExperimentError) as refused:
+        new("comparison", tmp_path / "file")
+    assert refused.value.found == str(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in (tmp_path / "file" / "mine", tmp_path / "link", tmp_path / ("n" * 300), Path("/proc/mine")):
+        with pytest.raises(StorageError) as failed:
+            new("comparison", place)
+        assert str(place) in str(failed.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_was_written_is_removed_after_a_failure(tmp_path: Path, there: bool) -> None:
+    folder = tmp_path / "above" / "mine"
+    if there:
+        folder.mkdir(parents=True)
+    twice = Template("comparison", "", ("README.md", "compare.sh", "README.md"))
+    with pytest.raises(StorageError):
+        write_template(twice, folder)
+    assert [path.name for path in tmp_path.rglob("*")] == (["above", "mine"] if there else [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_readme_is_short_and_names_files_of_its_template(name: str) -> None:
+    text = (TEMPLATES / name / "README.md").read_text()
+    assert text.startswith("# ")
+    assert len(text.splitlines()) < 30
+    for file in re.findall(r"`([\w/-]+\.(?:py|sh|yaml))`", text):
+        assert (TEMPLATES / name / file).exists(), file
+
+
+# ---- as the READMEs say
+
+
+@pytest.mark.slow
+def test_the_comparison(tmp_path: Path) -> None:
+    printed = followed("comparison", tmp_path / "mine")
+    assert (tmp_path / "mine" / "results" / "comparison" / "compare.html").exists()
+    with (tmp_path / "mine" / "results" / "comparison" / "compare.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"FedAvg + fine-tuning", "Ditto", "Local"} <= {row["label"] for row in rows}
+    assert "Unseen clients: " in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "seen", "unseen"),
+    [("module-arrays", 0.9, 0.75), ("module-table", 0.75, 0.75), ("module-images", 0.9, 0.9)],
+)
+def test_a_module_of_ones_own(name: str, seen: float, unseen: float, tmp_path: Path) -> None:
+    followed(name, tmp_path / "mine")
+    (path,) = (tmp_path / "mine" / "runs").glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["model"].startswith("module")
+    assert summary["seen"]["accuracy_mean"] > seen
+    assert summary["unseen"]["accuracy_mean"] > unseen
