@@ -287,12 +287,15 @@ class TrainBatches:
                 kept = {**state.read(finished=finished), **self.group.draws(), "done": torch.tensor(done)}
                 progress.save(training, kept | {name: made.get_state() for name, made in self._augmenting.items()})
 
-        for drawn in draw(done):
+        draws = draw(done)
+        for drawn in draws:
             self._saved = {}
             yield drawn
             del drawn  # the next batch takes as much memory
             done += 1
             keep(finished=False)
+            if progress is not None and progress.ends(draws):
+                break
         keep(finished=True)
         self._saved = {}
 

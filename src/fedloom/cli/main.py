@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, data, doctor, new, pack, run, runs, security, status, tools, worker
+from fedloom.cli import catalogue, check, data, doctor, new, pack, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
@@ -57,6 +57,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "Experiments": {
         "new": new.new_command,
         "run": run.run_command,
+        "check": check.check_command,
         "evaluate": runs.evaluate_command,
         "runs": runs.runs_command,
         "compare": None,

@@ -35,7 +35,7 @@ class CheckResult:
 
 
 def checked(subject: str, check: Callable[[], CheckResult | str]) -> CheckResult:
-    """Return the finding of a check: its own, its words if all is well, or the error that it raises.
+    """Return the result of a check: its own, its words if all is well, or the error that it raises.
 
     An exception that is no FedloomError, such as that of a broken plugin, is an error with code 1.
     """

@@ -31,7 +31,7 @@ from fedloom.engine.publication import Publication
 from fedloom.engine.resume import check_folder, check_partition, check_replay, check_states, finished
 from fedloom.engine.run_data import has_normalization, known_normalization, open_manifest, own_of, run_dataset
 from fedloom.engine.stop_request import StopRequest
-from fedloom.engine.tracking import TRACK, TrackerObserver, find_trackers
+from fedloom.engine.tracking import TRACK, Tracker, TrackerObserver, find_trackers
 from fedloom.engine.training_privacy import has_secret_noise, with_noise
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.plan import EvaluationResult
@@ -95,8 +95,8 @@ class Engine:
         self.started_at = time.perf_counter()
         self.experiment = e = experiment
         self.options = options
-        self.folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
-        trackers = find_trackers(dict.fromkeys((*e.tracking, *os.environ.get(TRACK, "").split())))
+        self.folder = run_folder(e, options)
+        trackers = trackers_of(e)
         self.observer = TrackerObserver(observer, trackers, self.folder.path)
         if options.watcher is not None:
             self.observer.add(options.watcher)
@@ -310,6 +310,16 @@ class Engine:
     def result(self, summary: dict[str, Any], *, is_reported: bool) -> RunResult:
         """Return the result of the run."""
         return RunResult(self.folder.path, summary, f"{self.place}/report.html" if is_reported else None)
+
+
+def run_folder(e: Experiment, options: RunOptions) -> RunFolder:
+    """Return the folder of a run."""
+    return RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
+
+
+def trackers_of(e: Experiment) -> dict[str, Tracker]:
+    """Return the trackers of a run: the experiment's, and those of the environment."""
+    return find_trackers(dict.fromkeys((*e.tracking, *os.environ.get(TRACK, "").split())))
 
 
 def write_report_if_possible(folder: RunFolder, observer: RunObserver) -> bool:

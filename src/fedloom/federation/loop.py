@@ -136,6 +136,11 @@ class Loop(Evaluator):
         best_round = None if self.best is None else self.best.round
         self.monitor.resume(self.round, resumption.last, self.checkpoints.written_at(self.round), best_round)
 
+    def rehearse(self, rounds: int) -> None:
+        """Run the next rounds without evaluations and checkpoints, to measure their cost; raises like :meth:`run`."""
+        for _ in range(rounds):
+            self._train_round()
+
     def advance(self) -> None:
         """Run to the last round and leave a checkpoint for another loop to continue from; raises like :meth:`run`."""
         try:

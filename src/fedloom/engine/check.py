@@ -1,0 +1,266 @@
+"""Check of an experiment before its run: everything that the run would refuse, and facts about it, without training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from fedloom.algorithms.catalogue import model_needs
+from fedloom.data.datasets import size_on_disk
+from fedloom.data.federated import FederatedDataset
+from fedloom.data.manifest import SPLITS, VERSION, ClientEntry, Manifest
+from fedloom.data.own import own_manifest
+from fedloom.data.partition import made_partition
+from fedloom.data.spec import Normalization
+from fedloom.engine.assemble import RunContext, make_parts, use_device
+from fedloom.engine.disclosure import DisclosedTensor, of_experiment
+from fedloom.engine.engine import Engine, run_folder, trackers_of
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.options import RunOptions
+from fedloom.engine.rehearsal import MeasuredCosts, RoundCost, rehearse
+from fedloom.engine.resume import check_folder
+from fedloom.engine.run_data import run_dataset
+from fedloom.engine.training_privacy import Planned, Population, with_noise
+from fedloom.errors import FedloomError, QuorumError
+from fedloom.experiment import Experiment, OwnData
+
+LARGE = 2**27
+"""Bytes of a data set above which a check does not create its partition."""
+
+SPREAD = (0.8, 1.5)
+"""Factors on the estimated time that give its range."""
+
+Facts = dict[str, Any]
+
+
+def check_experiment(experiment: Experiment, options: RunOptions) -> Facts:
+    """Return the facts about an experiment that a run would accept (docs/experiment.md); raise the run's error."""
+    e = experiment
+    place = _partition_place(e, options)
+    if place is None:  # creating it takes long
+        for part in _parts_of(e, options, with_data=False):
+            part()
+        e = _with_known_noise(e)
+        return _facts(e, options, make_parts(e, _planned_manifest(e)), None, "not yet")
+    engine = Engine(e, options, RunObserver())
+    assert engine.dataset is not None  # only aggregators have none
+    return _facts(engine.experiment, options, engine.parts, engine.dataset, place)
+
+
+def other_errors(experiment: Experiment, options: RunOptions, first: FedloomError) -> list[FedloomError]:
+    """Return the errors beside the run's ``first`` one, of parts that can be checked without each other."""
+    found = [first]
+    for part in _parts_of(experiment, options, with_data=_partition_place(experiment, options) is not None):
+        try:
+            part()
+        except FedloomError as error:
+            if str(error) not in map(str, found):
+                found.append(error)
+    return found[1:]
+
+
+def _parts_of(e: Experiment, options: RunOptions, *, with_data: bool) -> list[Callable[[], object]]:
+    """Return the checks of an engine that do not depend on each other, in its order."""
+    data = [partial(run_dataset, e, options)] if with_data else []
+    return [
+        partial(trackers_of, e),
+        partial(check_folder, run_folder(e, options), e, options.resume),
+        partial(use_device, e.runtime.device, e.runtime.threads),
+        *data,
+        partial(_with_known_noise, e),
+        lambda: make_parts(e, _planned_manifest(e)),
+    ]
+
+
+def _partition_place(e: Experiment, options: RunOptions) -> str | None:
+    """Return where the partition comes from; None if a run would create it, which takes long."""
+    if options.packed or options.observe or isinstance(e.data, OwnData):
+        return "own"
+    if options.partition is not None:
+        return options.partition
+    try:
+        source = e.data.opened()
+        made = made_partition(source, e.data.partition_settings(e.seed), e.data.root)
+    except FedloomError:  # the run's own check reports it
+        return "created"
+    if made is None:
+        return None if (size_on_disk(source, e.data.root) or 0) > LARGE else "created"
+    return str(made)
+
+
+def _planned_manifest(e: Experiment) -> Manifest:
+    """Return a manifest with as many clients as the experiment states, without examples."""
+    if isinstance(e.data, OwnData):
+        return own_manifest(e.data.own, (), e.seed, Normalization.identity(e.data.own.spec.numbers))
+    data, spec = e.data, e.data.partition.drawn_spec(e.data.opened().spec)
+    counts = dict.fromkeys(SPLITS, (0,) * spec.classes)
+    clients, seen = data.partition.clients or 0, data.seen or 0
+    return Manifest(
+        version=VERSION,
+        dataset=data.dataset,
+        spec=spec,
+        scheme={},
+        seed=e.seed,
+        held_out_fraction=data.held_out_fraction,
+        validation_fraction=data.validation_fraction,
+        source_sha256={},
+        clients=tuple(ClientEntry(f"client-{i}", i < seen, 0, 0, 0, counts, "0" * 64) for i in range(clients)),
+    )
+
+
+def _with_known_noise(e: Experiment) -> Experiment:
+    """Return the experiment with the noise that its ε needs, if that does not depend on the clients' data."""
+    privacy = e.federation.privacy
+    known = privacy is not None and privacy.of == "clients" and Population.from_experiment(e, None) is not None
+    return with_noise(e, None) if known else e
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _facts(
+    e: Experiment, options: RunOptions, parts: RunContext, dataset: FederatedDataset | None, place: str
+) -> Facts:
+    answers, measures = of_experiment(e, parts)
+    layout, federation = parts.setup.model.layout, e.federation
+    buffers = sum(size for (name, _), size in zip(layout.entries, layout.sizes, strict=True) if name in layout.buffers)
+    costs, failure = None, None
+    if dataset is not None:
+        with _quiet():
+            try:
+                costs = rehearse(parts, dataset)
+            except QuorumError as error:
+                failure = error.message
+    rounds = federation.rounds
+    return {
+        "valid": True,
+        "name": e.name,
+        "folder": str(run_folder(e, options).path),
+        "data": {"dataset": parts.manifest.dataset, "partition": place, **_data(parts.manifest, known=bool(dataset))},
+        "model": {
+            "name": e.model.name,
+            "parameters": layout.size - buffers,
+            "frozen": sum(tensor.numel() for tensor in parts.setup.model.constants.values()),
+            "bytes": layout.size * parts.setup.dtype.itemsize,
+        },
+        "method": {
+            "name": e.algorithm.name,
+            "needs": list(model_needs(parts.algorithm)),
+            "keeps_states": parts.client_algorithm().stateful,
+        },
+        "disclosure": {
+            "only_sums": federation.secure_aggregation is not None,
+            "training": _by_quantity(answers) if rounds != 0 else {},
+            "evaluation": _by_quantity(measures),
+        },
+        "rounds": rounds,
+        "clients_per_round": federation.clients_per_round if rounds != 0 else 0,
+        "evaluations": None if rounds is None else _evaluations(e, rounds),
+        "communication": _communication(rounds, costs),
+        "privacy": _privacy(e, None if dataset is None else parts.manifest),
+        "estimate": None if costs is None else _estimate(e, parts.manifest, costs),
+        "failure": failure,
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the log of the rehearsal."""
+    log = logging.getLogger("fedloom")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _data(manifest: Manifest, *, known: bool) -> Facts:
+    sizes = sorted(entry.train for entry in manifest.clients) if known else []
+    examples = {"median": statistics.median(sizes), "smallest": sizes[0], "largest": sizes[-1]} if sizes else None
+    return {
+        "seen": len(manifest.roster),
+        "unseen": len(manifest.unseen),
+        "train_examples": examples,
+        "classes": manifest.spec.classes,
+    }
+
+
+def _by_quantity(tensors: Sequence[DisclosedTensor]) -> dict[str, int]:
+    counts = Counter[str]()
+    for tensor in tensors:
+        counts[tensor.quantity.replace("_", " ")] += tensor.numbers or 0
+    return dict(counts)
+
+
+def _evaluations(e: Experiment, rounds: int) -> int:
+    """Return the number of evaluations: before training, after every so many rounds, and at the end."""
+    every = e.evaluation.every
+    return 1 + rounds // every + bool(rounds % every)
+
+
+def _communication(rounds: int | None, costs: MeasuredCosts | None) -> Facts | None:
+    """Return bytes of one client and of all clients in a round, and in all, up (to the aggregator) and down."""
+    if costs is None or costs.first is None or costs.later is None:
+        return None
+    later, facts = costs.later, Facts()
+    for way in ("payload_up", "payload_down"):
+        first, each = getattr(costs.first, way), getattr(later, way)
+        facts[way] = {
+            "client_round": round(each / max(later.clients, 1)),
+            "round": each,
+            "total": None if rounds is None else first + (rounds - 1) * each,
+        }
+    return facts
+
+
+def _privacy(e: Experiment, manifest: Manifest | None) -> Facts | None:
+    """Return the ε of all rounds toward readers of the models; None where it is not known before the run."""
+    privacy, rounds = e.federation.privacy, e.federation.rounds
+    if privacy is None or rounds == 0:
+        return None
+    population = Population.from_experiment(e, manifest)
+    known = population is not None and (privacy.of == "clients" or population.examples is not None)
+    epsilon = None
+    if population is not None and known and rounds is not None and privacy.noise_multiplier is not None:
+        epsilon = Planned(e, population).epsilon(rounds, privacy.noise_multiplier)
+    return {
+        "of": privacy.of,
+        "epsilon": epsilon,
+        "delta": privacy.delta,
+        "noise_multiplier": privacy.noise_multiplier,
+        "budget": privacy.budget,
+    }
+
+
+def _estimate(e: Experiment, manifest: Manifest, costs: MeasuredCosts) -> Facts:
+    workers, rounds, clients = e.runtime.workers, e.federation.rounds, len(manifest.clients)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    at_once = max(1, min(workers, cores // e.runtime.threads))
+
+    def seconds(cost: RoundCost | None) -> float:
+        return 0.0 if cost is None else cost.server_s + cost.client_s * cost.clients / min(at_once, cost.clients or 1)
+
+    evaluation = costs.evaluation_s * clients / min(at_once, clients)
+    own_steps = len(e.evaluation.own_steps or ()) * evaluation * len(manifest.unseen) / clients
+    total = None
+    if rounds is not None:
+        training = 0.0 if rounds == 0 else seconds(costs.first) + (rounds - 1) * seconds(costs.later)
+        total = training + _evaluations(e, rounds) * evaluation + own_steps
+    return {
+        "workers": workers,
+        "at_once": at_once,
+        "round_seconds": seconds(costs.later),
+        "evaluation_seconds": evaluation,
+        "seconds": None if total is None else [factor * total for factor in SPREAD],
+        "processes": workers + 1,
+        "process_bytes": costs.memory,
+        "device_bytes": costs.device_memory,
+        "leaves_out": ["start of the processes", "transfer between them", "checkpoints", "report"],
+    }
