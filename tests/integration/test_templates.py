@@ -12,6 +12,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import helm
 import pytest
 from facts import tells
 from ports import free_port
@@ -22,6 +23,8 @@ from vowel_data import vowel_root
 from fedloom.cli.main import app
 from fedloom.cli.new import TEMPLATES, Template, templates, write_template
 from fedloom.errors import ExperimentError, StorageError
+from fedloom.experiment import load_experiment
+from fedloom.member.policy import load_policy
 
 ROOT = Path(__file__).parents[2]
 NAMES = [template.name for template in templates()]
@@ -250,3 +253,28 @@ def test_the_method_passes_the_conformance_kit(tmp_path: Path, programs: Path) -
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 15
+
+
+@pytest.mark.xdist_group("helm")
+def test_the_chart(tmp_path: Path) -> None:
+    folder, programs = tmp_path / "mine", tmp_path / "programs"
+    programs.mkdir()
+    (programs / "helm").symlink_to(helm.helm())
+    followed("chart", folder, programs, CHART=str(helm.CHART))
+    found = {}
+    for name in ("closed", "open", "member"):
+        objects = helm.objects((folder / f"{name}-objects.yaml").read_text())
+        found[name] = {(each["kind"], each["metadata"]["name"]) for each in objects}
+        for each in objects:
+            if each["kind"] == "ConfigMap" and "experiment.yaml" in each["data"]:
+                (tmp_path / "experiment.yaml").write_text(each["data"]["experiment.yaml"])
+                load_experiment(tmp_path / "experiment.yaml")
+            if each["kind"] == "ConfigMap" and "policy.yaml" in each["data"]:
+                (tmp_path / "policy.yaml").write_text(each["data"]["policy.yaml"])
+                load_policy(tmp_path / "policy.yaml")
+    workers = {name: {kind for kind, named in objects if named.endswith("-worker")} for name, objects in found.items()}
+    assert "Deployment" in workers["closed"]
+    assert not workers["open"] & {"Deployment", "StatefulSet"}
+    assert "StatefulSet" in workers["member"]
+    assert not any(named.endswith("-aggregator") for _, named in found["member"])
+    assert (tmp_path / "policy.yaml").exists()
