@@ -92,7 +92,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "time", text
         device = f", and {human_bytes(cost['device_bytes'])} of its device" if cost["device_bytes"] else ""
         processes = pluralize(cost["processes"], "process", "processes")
-        yield "memory", f"About {human_bytes(cost['process_bytes'])} for each of {processes}{device}."
+        yield "memory", f"Up to about {human_bytes(cost['process_bytes'])} a process{device}, in {processes}."
 
 
 def _data(data: dict[str, Any]) -> str:
