@@ -84,6 +84,7 @@ class World:
             device="cpu",
             threads=1,
             clients_at_once=1,
+            save_every_s=60.0,
             storage_environment={},
             orphan_after_s=None,
         )

@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
 from facts import tells
+from ports import free_port
 from run_processes import WAIT_S
 from typer.testing import CliRunner
 from vowel_data import vowel_root
@@ -20,6 +23,7 @@ from fedloom.cli.main import app
 from fedloom.cli.new import TEMPLATES, Template, templates, write_template
 from fedloom.errors import ExperimentError, StorageError
 
+ROOT = Path(__file__).parents[2]
 NAMES = [template.name for template in templates()]
 
 
@@ -33,24 +37,29 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def followed(name: str, folder: Path, **environment: str) -> str:
-    """Write a template and run the commands of its README in a shell; return what they print."""
-    new(name, folder)
-    blocks = re.findall(r"^```sh\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks
-    given = {
+def in_shell(folder: Path, programs: Path = Path(sys.executable).parent, **more: str) -> dict[str, str]:
+    """Return a shell's environment; ``programs`` is the folder with ``fedloom`` and ``python``."""
+    return {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{programs}:{os.environ['PATH']}",
         "FEDLOOM_DATA": str(vowel_root(folder.parent / "data")),
         "FEDLOOM_REPORT": "0",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
-        **environment,
+        **more,
     }
+
+
+def followed(name: str, folder: Path, programs: Path = Path(sys.executable).parent, **more: str) -> str:
+    """Write a template and run the commands of its README in a shell; return what they print."""
+    new(name, folder)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    given = in_shell(folder, programs, **more)
     command = ["bash", "-euc", "\n".join(blocks)]
     done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 # ---- the command
@@ -159,3 +168,85 @@ def test_a_module_of_ones_own(name: str, seen: float, unseen: float, tmp_path: P
     assert summary["model"].startswith("module")
     assert summary["seen"]["accuracy_mean"] > seen
     assert summary["unseen"]["accuracy_mean"] > unseen
+
+
+@pytest.mark.slow
+def test_the_hospitals(tmp_path: Path) -> None:
+    folder, port = tmp_path / "mine", free_port()
+    printed = followed("hospitals", folder, LISTEN=f"127.0.0.1:{port}", AGGREGATOR=f"localhost:{port}")
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["seen"]["clients"], summary["rounds"]) == (2, 20)
+    assert summary["seen"]["accuracy_mean"] > 0.75
+    for name in ("hospital-a", "hospital-b"):
+        assert {"last.safetensors", "best.safetensors"} <= set(content(folder / name / "models" / name))
+    audit = [json.loads(line) for line in (folder / "run" / "logs" / "audit.jsonl").read_text().splitlines()]
+    joined = {(each["identity"], each["credential"].split()[0]) for each in audit if each["event"] == "join"}
+    assert joined == {("hospital-a", "certificate"), ("hospital-b", "certificate")}
+    assert tells(printed, "policy.yaml:", "confusion"), "the policy withholds what it does not name"
+
+
+@pytest.mark.slow
+def test_a_hospital_cannot_pose_as_the_other(tmp_path: Path) -> None:
+    folder, port = tmp_path / "mine", free_port()
+    new("hospitals", folder)
+    environment = in_shell(folder, LISTEN=f"127.0.0.1:{port}", AGGREGATOR=f"localhost:{port}")
+    script = """
+        python sample.py
+        sh certificates.sh
+        sh aggregator.sh & aggregator=$!
+        trap 'kill -9 $aggregator' EXIT
+        fedloom data pack hospital-b/patients.csv --out stolen --id hospital-b --experiment federation.yaml
+        code=0
+        sh member.sh hospital-a --data stolen || code=$?
+        echo "code $code"
+    """
+    command = ["bash", "-euc", script]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.stdout.endswith("code 4\n"), done.stdout + done.stderr
+    assert tells(done.stderr, "hospital-a", "hospital-b")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the programs of an environment of its own, which sees what is installed in ours."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    (Path(site) / "outer.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    for module in ("fedloom", "pytest"):
+        script = folder / "bin" / module
+        script.write_text(f'#!/bin/sh\nexec {folder}/bin/python -m {module} "$@"\n')
+        script.chmod(0o755)
+    return folder / "bin"
+
+
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_CACHE_DIR": "1"}
+"""Settings with which pip installs a package by the build backend that is here."""
+
+
+@pytest.mark.slow
+def test_a_method_of_ones_own(tmp_path: Path, programs: Path) -> None:
+    folder = tmp_path / "mine"
+    printed = followed("method", folder, programs, **OFFLINE)
+    assert "1 passed" in printed
+    (path,) = (folder / "runs").glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["algorithm"] == "my-median"
+    assert summary["seen"]["accuracy_mean"] > 0.8 > summary["global"]["accuracy_mean"]
+    changed = folder / "my_method" / "median.py"
+    changed.write_text(changed.read_text().replace(".median(0).values", ".mean(0)"))
+    done = subprocess.run([programs / "pytest", "tests"], cwd=folder, capture_output=True, text=True, timeout=WAIT_S)
+    assert "1 failed" in done.stdout, "its test detects another method"
+
+
+@pytest.mark.exhaustive
+def test_the_method_passes_the_conformance_kit(tmp_path: Path, programs: Path) -> None:
+    new("method", tmp_path / "mine")
+    install = [programs / "pip", "install", "-e", tmp_path / "mine"]
+    subprocess.run(install, env={**os.environ, **OFFLINE}, check=True, capture_output=True, timeout=WAIT_S)
+    found = re.search(r"`pytest (tests/conformance [^`]*)`", (TEMPLATES / "method" / "README.md").read_text())
+    assert found is not None
+    command = [programs / "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *found[1].split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 15

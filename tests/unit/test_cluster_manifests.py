@@ -40,6 +40,7 @@ PLAIN = FederationSpec(
     device="cpu",
     threads=1,
     clients_at_once=1,
+    save_every_s=60.0,
     storage_environment={"FEDLOOM_S3_ENDPOINT": "http://s3:8333"},
     orphan_after_s=600.0,
 )
@@ -70,6 +71,7 @@ FULL = dataclasses.replace(
     ),
     device="cuda",
     clients_at_once=16,
+    save_every_s=None,
 )  # fmt: skip
 
 
@@ -235,7 +237,7 @@ def test_commands() -> None:
     assert " ".join(container(worker_job(PLAIN))["args"]) == (
         f"worker --aggregator {name}.team-a.svc:7733 --name worker-$(JOB_COMPLETION_INDEX) "
         "--partition s3://bucket/partitions/ff --states s3://bucket/runs/small-1/states --reconnect 600 "
-        "--set runtime.device=cpu --set runtime.threads=1 --set runtime.clients_at_once=1"
+        "--set runtime.device=cpu --set runtime.threads=1 --set runtime.clients_at_once=1 --set runtime.save_every_s=60"
     )
     never = dataclasses.replace(PLAIN, orphan_after_s=None)
     assert "--orphan-after" not in container(aggregator_job(never))["args"]

@@ -73,7 +73,7 @@ ARROWS: dict[str, set[str]] = {
         "storage", "data", "experiment", "runs", "reporting", "engine", "serving", "tuning", "trackers", "cluster",
     },
     "cli": {*PARTS, *CAPABILITIES, "privacy", "engine", "api", "cluster", "kubeflow"},
-    "templates": set(),  # of users' folders
+    "templates": {"algorithms"},  # folders that users begin with
     "__main__": {"cli"},
     "__init__": {"experiment", "serving", "api"},  # on first access to its names
 }  # fmt: skip

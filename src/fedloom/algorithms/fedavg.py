@@ -103,9 +103,9 @@ class Division:
     Attributes
     ----------
     part
-        ``[p]`` int64, places in θ.
+        ``[p]`` int64, places in θ; empty if all are sent.
     is_kept
-        ``[p]`` bool, True for coordinates that are never sent.
+        ``[p]`` bool, True for coordinates that are never sent; empty if all are sent.
     first
         Values of the kept coordinates for a client without a state; None if none are kept.
     """
@@ -344,11 +344,11 @@ class FedAvg(base.Algorithm):
 
     def division(self, setup: Setup, s: Any) -> Division:
         """Return the division of the trained part into shared coordinates and those that each client keeps."""
-        layout = setup.model.layout
-        part = torch.arange(layout.size)[self.part(setup)]
-        is_kept = layout.mask(self.kept(setup.model, s))[part]
-        if not is_kept.any():
-            return Division(part, is_kept, None)
+        layout, trained = setup.model.layout, self.part(setup)
+        is_kept = layout.mask(self.kept(setup.model, s))[trained]
+        if not is_kept.any():  # their places are not needed, and would take twice the memory of the model
+            return Division(torch.arange(0), is_kept[:0], None)
+        part = torch.arange(layout.size)[trained]
         first = setup.model.init(torch.Generator().manual_seed(setup.seed), setup.dtype)
         return Division(part, is_kept, first[part[is_kept]])
 

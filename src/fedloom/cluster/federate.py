@@ -275,6 +275,7 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
         device=experiment.runtime.device,
         threads=experiment.runtime.threads,
         clients_at_once=experiment.runtime.clients_at_once,
+        save_every_s=experiment.runtime.save_every_s,
         # Pods may call the code that the launcher's own experiment names.
         storage_environment=storage_environment(cluster, store.url)
         | ({FACTORIES: ",".join(experiment.code)} if experiment.code else {}),

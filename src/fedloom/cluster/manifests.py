@@ -84,7 +84,7 @@ class FederationSpec:
         URLs of the run and its partition in the store.
     clients
         Number of clients, seen and unseen.
-    device, threads, clients_at_once
+    device, threads, clients_at_once, save_every_s
         The experiment's ``runtime``.
     storage_environment
         Variables about the store that pods get in plain text (endpoint, region).
@@ -104,6 +104,7 @@ class FederationSpec:
     device: str
     threads: int
     clients_at_once: int
+    save_every_s: float | None
     storage_environment: Mapping[str, str]
     orphan_after_s: float | None
 
@@ -176,6 +177,7 @@ def worker_job(federation: FederationSpec) -> Manifest:
     command += ["--states", f"{f.run_url}/states", "--reconnect", _seconds(s.pending_timeout_s)]
     for key in ("device", "threads", "clients_at_once"):
         command += ["--set", f"runtime.{key}={getattr(f, key)}"]
+    command += ["--set", f"runtime.save_every_s={'null' if f.save_every_s is None else f'{f.save_every_s:g}'}"]
     if s.token_secret is not None:
         command += ["--insecure"]
     if s.clients_per_worker is not None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+
+_SORTED = 1 << 20
+"""Draws in memory at a time, about."""
 
 
 def make_rng(seed: int, *purpose: str | int) -> np.random.Generator:
@@ -34,11 +39,29 @@ def shuffled(generator: np.random.Generator, count: int) -> np.ndarray[tuple[int
 
 def signed_grouping(
     seed: int, purpose: str, *, count: int, groups: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
     """Return a random group of each of ``0 ... count - 1``, and whether its random sign is positive.
 
-    Groups differ in size by at most 1.
+    Groups differ in size by at most 1: a number's group is its rank among uniform draws, modulo ``groups``. Draws of
+    large models are sorted in ranges, one after another, because sorting them at once takes ten times the memory of
+    the model.
     """
-    grouping = np.empty(count, dtype=np.int64)
-    grouping[shuffled(make_rng(seed, purpose, "groups"), count)] = np.arange(count) % groups
-    return grouping, make_rng(seed, purpose, "signs").random(count) < 0.5
+    grouping = np.empty(count, dtype=np.int32)
+    ranges, rank = min(32, 1 + count // _SORTED), 0
+    for i in range(ranges):
+        places, draws = [], []
+        for start, block in _uniform(make_rng(seed, purpose, "groups"), count):
+            inside = np.flatnonzero((block >= i / ranges) & (block < (i + 1) / ranges))
+            places.append(inside + start)
+            draws.append(block[inside])
+        order = np.concatenate(places)[np.argsort(np.concatenate(draws), kind="stable")]
+        grouping[order] = np.arange(rank, rank + len(order)) % groups
+        rank += len(order)
+    signs = [block < 0.5 for _, block in _uniform(make_rng(seed, purpose, "signs"), count)]
+    return grouping, np.concatenate(signs)
+
+
+def _uniform(generator: np.random.Generator, count: int) -> Iterator[tuple[int, np.ndarray[tuple[int], np.dtype[Any]]]]:
+    """Yield ``count`` uniform draws in blocks, each with the number of draws before it."""
+    for start in range(0, max(count, 1), _SORTED):
+        yield start, generator.random(min(_SORTED, count - start))

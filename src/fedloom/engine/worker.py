@@ -29,10 +29,12 @@ from fedloom.engine.sums import sums_part
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument, spelled
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
+from fedloom.federation.progress import Saves
 from fedloom.federation.roster import Member
 from fedloom.federation.worker_record import WorkerRecord
 from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
+from fedloom.storage import open_store
 from fedloom.transport.limits import parse_bandwidth
 from fedloom.transport.stream import Introduction, Joined
 from fedloom.transport.worker import Session, serve
@@ -92,6 +94,8 @@ class Worker:
         finally:
             if self._member is not None:
                 self._member.close()
+        if over and self._options.states is not None:
+            Saves(open_store(self._options.states), 1.0, bytes).end(self._provider.clients)
         if self._models is not None:
             self._models.end()
         return over

@@ -28,6 +28,8 @@ SKETCH = 512
 
 _SEED = 0
 
+_BLOCK = 1 << 20  # parameters that are converted at a time
+
 
 def add_sketches(sketches: Tensor, predictors: Sequence[Mapping[str, Predictor]]) -> None:
     """Write the number of parameters of each client's own model, and its sketch, to ``[g, 1 + SKETCH]`` float64.
@@ -38,11 +40,12 @@ def add_sketches(sketches: Tensor, predictors: Sequence[Mapping[str, Predictor]]
         tensors = predictor_set["personal"].tensors() if "personal" in predictor_set else {}
         if tensors.keys() != {"theta"}:
             continue
-        theta = tensors["theta"].detach().cpu().double()
-        if (theta.abs() <= VALUE_LIMIT).all():
+        theta = tensors["theta"].detach().cpu()
+        if all(bool((block.double().abs() <= VALUE_LIMIT).all()) for block in torch.split(theta, _BLOCK)):
             groups, signs = _grouping(len(theta))
             row[0] = len(theta)
-            row[1:].index_add_(0, groups, signs * theta)
+            for block, group, sign in zip(*(torch.split(each, _BLOCK) for each in (theta, groups, signs)), strict=True):
+                row[1:].index_add_(0, group.long(), sign.double() * block.double())
 
 
 @functools.lru_cache(maxsize=4)
@@ -50,7 +53,7 @@ def _grouping(parameters: int) -> tuple[Tensor, Tensor]:
     """Return the group and the sign of each parameter, ``[d]`` each."""
     grouping = signed_grouping(_SEED, "spread", count=parameters, groups=min(SKETCH, parameters))
     groups, positive = map(torch.from_numpy, grouping)
-    return groups, torch.where(positive, 1.0, -1.0).double()
+    return groups.short(), positive.to(torch.int8) * 2 - 1
 
 
 def implausible_sketch(sketch: Tensor) -> str | None:

@@ -3,7 +3,8 @@
 A save is a file ``training/<client>/<question>-<training>.safetensors``. The question is a digest of everything that
 shapes the result: run, round, purpose, clients with their training examples and states, and the opening message. The
 file also has the digest of all messages up to the exchange of the training, so that a save is never used under another
-question. It is removed when its conversation is closed, or its client is asked another question in training.
+question. It is removed when its conversation is closed, its client is asked another question in training, or the run
+is over.
 """
 
 from __future__ import annotations
@@ -92,6 +93,13 @@ class Saves:
         except FedloomError as error:
             _log.warning("saves of local training cannot be removed: %s", error)
         self.left -= gone
+
+    def end(self, clients: Iterable[str]) -> None:
+        """Remove the saves of these clients: the run is over."""
+        self.look()
+        folders = tuple(f"{FOLDER}/{client}/" for client in clients)
+        if names := {name for name in self.left if name.startswith(folders)}:
+            self.remove(names)
 
     def _question(
         self,

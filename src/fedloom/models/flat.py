@@ -136,8 +136,9 @@ class Layout:
 
     def mask(self, names: Container[str]) -> Tensor:
         """Return which coordinates of θ belong to some entries, ``[d]`` bool."""
-        is_selected = torch.tensor([name in names for name, _ in self.entries])
-        return is_selected.repeat_interleave(torch.tensor(self.sizes))
+        return torch.cat(
+            [torch.full((size,), name in names) for (name, _), size in zip(self.entries, self.sizes, strict=True)]
+        )
 
     @cached_property
     def head(self) -> tuple[str, ...]:
@@ -189,16 +190,17 @@ class FlatNetwork(ABC):
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
         """Draw θ [d]: every entry uniform in ± its :meth:`bound`, in the order of the layout."""
-        parts = []
-        fan_in = 1
+        theta = torch.empty(self.layout.size, dtype=dtype)
+        fan_in, start = 1, 0
         for name, shape in self.layout.entries:
             if name.endswith("weight"):
                 fan_in = math.prod(shape[1:])
             bound = self.bound(name, shape, fan_in)
             # Drawn in float64 and rounded, so that a float64 network has the same starting point.
             draw = torch.rand(math.prod(shape), generator=generator, dtype=torch.float64)
-            parts.append(((2 * draw - 1) * bound).to(dtype))
-        return torch.cat(parts)
+            theta[start : start + len(draw)] = draw.mul_(2).sub_(1).mul_(bound)
+            start += len(draw)
+        return theta
 
 
 class FlatModel(FlatNetwork):

@@ -49,7 +49,8 @@ class Subspace:
         d, self.size = model.layout.size, size
         own = int(make_rng(seed, "subspace", "origin").random() * 2**53)
         self.origin = model.init(torch.Generator().manual_seed(own), dtype)
-        self.groups, positive = map(torch.from_numpy, signed_grouping(seed, "subspace", count=d, groups=size))
+        grouping = signed_grouping(seed, "subspace", count=d, groups=size)
+        self.groups, positive = torch.from_numpy(grouping[0]).long(), torch.from_numpy(grouping[1])
         norms = torch.bincount(self.groups).double().rsqrt()[self.groups]
         self.entries = torch.where(positive, norms, -norms).to(dtype)
         self._copies: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}

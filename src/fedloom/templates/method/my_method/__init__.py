@@ -1,0 +1,1 @@
+"""A federated method of my own."""
