@@ -51,16 +51,48 @@ def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = N
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from fedloom.reporting.words import human_bytes
+
+    model, told, traffic, privacy = (facts[key] for key in ("model", "disclosure", "communication", "privacy"))
     yield "valid", f"{facts['name']} can run; its folder would be {facts['folder']}."
     yield "data", _data(facts["data"])
-    yield "model", _model(facts["model"])
+    frozen = f" and {model['frozen']:,} frozen values" if model["frozen"] else ""
+    passed = " The module has passed its check." if model["name"] == "module" else ""
+    size = f"{pluralize(model['parameters'], 'parameter')}{frozen}: {human_bytes(model['bytes'])}"
+    yield "model", f"{model['name']} has {size}.{passed}"
     yield "method", _method(facts)
-    yield "told", _told(facts["disclosure"])
-    if facts["communication"] is not None:
-        yield "traffic", _traffic(facts)
-    if facts["privacy"] is not None:
-        yield "privacy", _privacy(facts["privacy"])
-    yield from _cost(facts)
+    training = f"in a round {_kinds(told['training'])}; " if told["training"] else ""
+    learned = "only sums over a cohort" if told["only_sums"] else "each client's answer"
+    yield (
+        "told",
+        f"Clients send {training}in an evaluation {_kinds(told['evaluation'])}. The aggregator gets {learned}.",
+    )
+    if traffic is not None:
+        ways = {
+            key: f"{human_bytes(traffic['payload_up'][key])} up and {human_bytes(traffic['payload_down'][key])} down"
+            for key in ("client_round", "round", "total")
+        }
+        costs = (
+            f"A round costs a client {ways['client_round']}, and the aggregator {ways['round']}. All rounds: "
+            f"{ways['total']}."
+        )
+        yield "traffic", costs
+    if privacy is not None:
+        yield "privacy", _privacy(privacy)
+    if facts["failure"] is not None:
+        yield "time", f"There is no estimate, because a first round with one client failed: {facts['failure']}"
+    if (cost := facts["estimate"]) is not None:
+        workers = pluralize(cost["workers"], "worker") if cost["workers"] else "one process"
+        total = "Without a limit" if cost["seconds"] is None else _range(*cost["seconds"])
+        each = "" if cost["round_seconds"] is None else f"a round {cost['round_seconds']:.2g} s, "
+        text = (
+            f"{total} with {workers} on this machine ({each}an evaluation {cost['evaluation_seconds']:.2g} s). "
+            f"Not counted: {', '.join(cost['leaves_out'])}."
+        )
+        yield "time", text
+        device = f", and {human_bytes(cost['device_bytes'])} of its device" if cost["device_bytes"] else ""
+        processes = pluralize(cost["processes"], "process", "processes")
+        yield "memory", f"Up to about {human_bytes(cost['process_bytes'])} a process{device}, in {processes}."
 
 
 def _data(data: dict[str, Any]) -> str:
@@ -68,25 +100,24 @@ def _data(data: dict[str, Any]) -> str:
     clients = f"{pluralize(data['seen'], 'client')} of {data['dataset']} train and {data['unseen']:,} are held out"
     text = f"{clients}; {pluralize(data['classes'], 'class', 'classes')}." if data["classes"] else f"{clients}."
     if examples is not None:
-        text += (
-            f" A client has {examples['median']:g} training examples (median; from {examples['smallest']:,} to "
-            f"{examples['largest']:,})."
-        )
-    if place == "not yet":
-        return (
-            f"{text} Creating the partition would take long: `fedloom partition EXPERIMENT` creates it. Until then, "
-            "the clients' data are not checked, and costs are not known."
-        )
-    where = {"own": "The clients' own folders match the experiment.", "created": "The partition has been created."}
+        ends = f"{examples['smallest']:,} to {examples['largest']:,}"
+        text += f" A client has {examples['median']:g} training examples (median; from {ends})."
+    where = {
+        "own": "The clients' own folders match the experiment.",
+        "created": "The partition has been created.",
+        "not yet": "Creating the partition would take long: `fedloom partition EXPERIMENT` creates it. Until then, the "
+        "clients' data are not checked, and costs are not known.",
+    }
     return f"{text} {where.get(place, f'The partition is at {place}.')}"
 
 
-def _model(model: dict[str, Any]) -> str:
-    from fedloom.reporting.words import human_bytes
-
-    frozen = f" and {model['frozen']:,} frozen values" if model["frozen"] else ""
-    text = f"{model['name']} has {pluralize(model['parameters'], 'parameter')}{frozen}: {human_bytes(model['bytes'])}."
-    return f"{text} The module has passed its check." if model["name"] == "module" else text
+def _privacy(privacy: dict[str, Any]) -> str:
+    if privacy["epsilon"] is None:
+        return f"The ε for {privacy['of']} is not known before the run; see `fedloom privacy`."
+    return (
+        f"ε = {rounded_up(privacy['epsilon'])} at δ = {privacy['delta']:g} for {privacy['of']}, toward readers of the "
+        f"models (noise multiplier {rounded_up(privacy['noise_multiplier'], 4)}); see `fedloom privacy`."
+    )
 
 
 def _method(facts: dict[str, Any]) -> str:
@@ -95,70 +126,19 @@ def _method(facts: dict[str, Any]) -> str:
     states = " Clients keep a state between rounds." if method["keeps_states"] else ""
     if rounds == 0:
         return f"{method['name']} has no rounds, and the clients are evaluated once.{needs}"
-    length = "rounds without a limit" if rounds is None else pluralize(rounds, "round")
-    evaluations = "" if rounds is None else f" and {pluralize(facts['evaluations'], 'evaluation')}"
     cohort = pluralize(facts["clients_per_round"], "client")
+    evaluations = "" if rounds is None else f" and {pluralize(facts['evaluations'], 'evaluation')}"
+    length = "rounds without a limit" if rounds is None else pluralize(rounds, "round")
     return f"{method['name']} trains {cohort} a round, in {length}{evaluations}.{states}{needs}"
 
 
-def _told(disclosure: dict[str, Any]) -> str:
-    def kinds(counts: dict[str, int]) -> str:
-        return ", ".join(f"{kind} ({count:,})" if count else kind for kind, count in counts.items())
-
-    training = f"in a round {kinds(disclosure['training'])}; " if disclosure["training"] else ""
-    sums = "only sums over a cohort" if disclosure["only_sums"] else "each client's answer"
-    return (
-        f"Clients send numbers of these kinds: {training}in an evaluation {kinds(disclosure['evaluation'])}. The "
-        f"aggregator learns {sums}."
-    )
-
-
-def _traffic(facts: dict[str, Any]) -> str:
-    from fedloom.reporting.words import human_bytes
-
-    up, down = facts["communication"]["payload_up"], facts["communication"]["payload_down"]
-
-    def way(key: str) -> str:
-        return f"{human_bytes(up[key])} up and {human_bytes(down[key])} down"
-
-    total = "" if up["total"] is None else f" All rounds: {way('total')}."
-    return f"A round costs a client {way('client_round')}, and the aggregator {way('round')}.{total}"
-
-
-def _privacy(privacy: dict[str, Any]) -> str:
-    if privacy["epsilon"] is not None:
-        return (
-            f"Readers of the models learn at most ε = {rounded_up(privacy['epsilon'])} at δ = {privacy['delta']:g} "
-            f"about one of the {privacy['of']} (noise multiplier {rounded_up(privacy['noise_multiplier'], 4)}). "
-            "`fedloom privacy` has the ε of other readers."
-        )
-    return f"The ε for {privacy['of']} is not known before the run; `fedloom privacy` computes it from given numbers."
-
-
-def _cost(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from fedloom.reporting.words import human_bytes
-
-    if facts["failure"] is not None:
-        yield "time", f"There is no estimate, because a first round with one client failed: {facts['failure']}"
-    if (estimate := facts["estimate"]) is None:
-        return
-    workers = pluralize(estimate["workers"], "worker") if estimate["workers"] else "one process"
-    ranges = "each round" if estimate["seconds"] is None else _range(*estimate["seconds"])
-    if estimate["seconds"] is None:
-        ranges = f"{_range(estimate['round_seconds'], estimate['round_seconds'] * 1.5)} a round"
-    yield (
-        "time",
-        f"{ranges} with {workers} on this machine (a round {estimate['round_seconds']:.2g} s, an evaluation "
-        f"{estimate['evaluation_seconds']:.2g} s). Not counted: {', '.join(estimate['leaves_out'])}.",
-    )
-    device = f", and {human_bytes(estimate['device_bytes'])} of its device" if estimate["device_bytes"] else ""
-    processes = pluralize(estimate["processes"], "process", "processes")
-    yield "memory", f"About {human_bytes(estimate['process_bytes'])} for each of {processes}{device}."
+def _kinds(counts: dict[str, int]) -> str:
+    return ", ".join(f"{kind} ({count:,})" if count else kind for kind, count in counts.items())
 
 
 def _range(low: float, high: float) -> str:
-    """Return a range of seconds in the largest unit that fits both: ``about 3 to 5 minutes``."""
+    """Return a range of seconds in the largest unit that fits both: ``About 3 to 5 minutes``."""
     units = (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0), ("seconds", 1.0))
     name, size = next(((name, size) for name, size in units if low >= 1.5 * size), units[-1])
-    ends = [f"{max(1.0, value / size):.0f}" for value in (low, high)]
-    return f"About {ends[0]} to {ends[1]} {name}" if ends[0] != ends[1] else f"About {ends[0]} {name}"
+    ends = dict.fromkeys(f"{max(1.0, value / size):.0f}" for value in (low, high))
+    return f"About {' to '.join(ends)} {name}"

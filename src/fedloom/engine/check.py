@@ -6,8 +6,7 @@ import logging
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,21 +127,24 @@ def _facts(
     e: Experiment, options: RunOptions, parts: RunContext, dataset: FederatedDataset | None, place: str
 ) -> Facts:
     answers, measures = of_experiment(e, parts)
-    layout, federation = parts.setup.model.layout, e.federation
+    layout, federation, rounds, manifest = parts.setup.model.layout, e.federation, e.federation.rounds, parts.manifest
     buffers = sum(size for (name, _), size in zip(layout.entries, layout.sizes, strict=True) if name in layout.buffers)
-    costs, failure = None, None
-    if dataset is not None:
-        with _quiet():
-            try:
-                costs = rehearse(parts, dataset)
-            except QuorumError as error:
-                failure = error.message
-    rounds = federation.rounds
+    costs, failure = (None, None) if dataset is None else _costs(parts, dataset)
+    sizes = [] if dataset is None else sorted(entry.train for entry in manifest.clients)
     return {
         "valid": True,
         "name": e.name,
         "folder": str(run_folder(e, options).path),
-        "data": {"dataset": parts.manifest.dataset, "partition": place, **_data(parts.manifest, known=bool(dataset))},
+        "data": {
+            "dataset": manifest.dataset,
+            "partition": place,
+            "seen": len(manifest.roster),
+            "unseen": len(manifest.unseen),
+            "train_examples": {"median": statistics.median(sizes), "smallest": sizes[0], "largest": sizes[-1]}
+            if sizes
+            else None,
+            "classes": manifest.spec.classes,
+        },
         "model": {
             "name": e.model.name,
             "parameters": layout.size - buffers,
@@ -161,35 +163,25 @@ def _facts(
         },
         "rounds": rounds,
         "clients_per_round": federation.clients_per_round if rounds != 0 else 0,
-        "evaluations": None if rounds is None else _evaluations(e, rounds),
-        "communication": _communication(rounds, costs),
-        "privacy": _privacy(e, None if dataset is None else parts.manifest),
-        "estimate": None if costs is None else _estimate(e, parts.manifest, costs),
+        "evaluations": _evaluations(e),
+        "communication": None if costs is None or not costs.rounds else _communication(rounds, costs.rounds),
+        "privacy": _privacy(e, None if dataset is None else manifest),
+        "estimate": None if costs is None else _estimate(e, manifest, costs),
         "failure": failure,
     }
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the log of the rehearsal."""
+def _costs(parts: RunContext, dataset: FederatedDataset) -> tuple[MeasuredCosts | None, str | None]:
+    """Return the costs of a run, or the reason why its first round fails; nothing is logged meanwhile."""
     log = logging.getLogger("fedloom")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        yield
+        return rehearse(parts, dataset), None
+    except QuorumError as error:
+        return None, error.message
     finally:
         log.setLevel(level)
-
-
-def _data(manifest: Manifest, *, known: bool) -> Facts:
-    sizes = sorted(entry.train for entry in manifest.clients) if known else []
-    examples = {"median": statistics.median(sizes), "smallest": sizes[0], "largest": sizes[-1]} if sizes else None
-    return {
-        "seen": len(manifest.roster),
-        "unseen": len(manifest.unseen),
-        "train_examples": examples,
-        "classes": manifest.spec.classes,
-    }
 
 
 def _by_quantity(tensors: Sequence[DisclosedTensor]) -> dict[str, int]:
@@ -199,24 +191,19 @@ def _by_quantity(tensors: Sequence[DisclosedTensor]) -> dict[str, int]:
     return dict(counts)
 
 
-def _evaluations(e: Experiment, rounds: int) -> int:
+def _evaluations(e: Experiment) -> int | None:
     """Return the number of evaluations: before training, after every so many rounds, and at the end."""
-    every = e.evaluation.every
-    return 1 + rounds // every + bool(rounds % every)
+    rounds, every = e.federation.rounds, e.evaluation.every
+    return None if rounds is None else 1 + rounds // every + bool(rounds % every)
 
 
-def _communication(rounds: int | None, costs: MeasuredCosts | None) -> Facts | None:
-    """Return bytes of one client and of all clients in a round, and in all, up (to the aggregator) and down."""
-    if costs is None or costs.first is None or costs.later is None:
-        return None
-    later, facts = costs.later, Facts()
+def _communication(rounds: int | None, measured: Sequence[RoundCost]) -> Facts:
+    """Return bytes of a client and of all clients in a round, and in all, up (to the aggregator) and down."""
+    facts = Facts()
     for way in ("payload_up", "payload_down"):
-        first, each = getattr(costs.first, way), getattr(later, way)
-        facts[way] = {
-            "client_round": round(each / max(later.clients, 1)),
-            "round": each,
-            "total": None if rounds is None else first + (rounds - 1) * each,
-        }
+        first, later = getattr(measured[0], way), getattr(measured[-1], way)
+        total = None if rounds is None else first + (rounds - 1) * later
+        facts[way] = {"client_round": round(later / max(measured[-1].clients, 1)), "round": later, "total": total}
     return facts
 
 
@@ -225,40 +212,30 @@ def _privacy(e: Experiment, manifest: Manifest | None) -> Facts | None:
     privacy, rounds = e.federation.privacy, e.federation.rounds
     if privacy is None or rounds == 0:
         return None
-    population = Population.from_experiment(e, manifest)
-    known = population is not None and (privacy.of == "clients" or population.examples is not None)
-    epsilon = None
-    if population is not None and known and rounds is not None and privacy.noise_multiplier is not None:
-        epsilon = Planned(e, population).epsilon(rounds, privacy.noise_multiplier)
-    return {
-        "of": privacy.of,
-        "epsilon": epsilon,
-        "delta": privacy.delta,
-        "noise_multiplier": privacy.noise_multiplier,
-        "budget": privacy.budget,
-    }
+    population, z, epsilon = Population.from_experiment(e, manifest), privacy.noise_multiplier, None
+    if population is not None and rounds is not None and z is not None:
+        is_known = privacy.of == "clients" or population.examples is not None
+        epsilon = Planned(e, population).epsilon(rounds, z) if is_known else None
+    facts = {key: getattr(privacy, key) for key in ("of", "delta", "noise_multiplier", "budget")}
+    return {**facts, "epsilon": epsilon}
 
 
 def _estimate(e: Experiment, manifest: Manifest, costs: MeasuredCosts) -> Facts:
-    workers, rounds, clients = e.runtime.workers, e.federation.rounds, len(manifest.clients)
+    workers, rounds, clients, evaluations = e.runtime.workers, e.federation.rounds, manifest.clients, _evaluations(e)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     at_once = max(1, min(workers, cores // e.runtime.threads))
-
-    def seconds(cost: RoundCost | None) -> float:
-        return 0.0 if cost is None else cost.server_s + cost.client_s * cost.clients / min(at_once, cost.clients or 1)
-
-    evaluation = costs.evaluation_s * clients / min(at_once, clients)
-    own_steps = len(e.evaluation.own_steps or ()) * evaluation * len(manifest.unseen) / clients
+    each = [cost.server_s + cost.client_s * cost.clients / min(at_once, cost.clients or 1) for cost in costs.rounds]
+    evaluation = costs.evaluation_s * len(clients) / min(at_once, len(clients))
     total = None
-    if rounds is not None:
-        training = 0.0 if rounds == 0 else seconds(costs.first) + (rounds - 1) * seconds(costs.later)
-        total = training + _evaluations(e, rounds) * evaluation + own_steps
+    if rounds is not None and evaluations is not None:
+        own_steps = len(e.evaluation.own_steps or ()) * len(manifest.unseen) / len(clients)
+        total = (evaluations + own_steps) * evaluation + (each[0] + (rounds - 1) * each[-1] if each else 0)
     return {
+        "seconds": None if total is None else [factor * total for factor in SPREAD],
+        "round_seconds": each[-1] if each else None,
+        "evaluation_seconds": evaluation,
         "workers": workers,
         "at_once": at_once,
-        "round_seconds": seconds(costs.later),
-        "evaluation_seconds": evaluation,
-        "seconds": None if total is None else [factor * total for factor in SPREAD],
         "processes": workers + 1,
         "process_bytes": costs.memory,
         "device_bytes": costs.device_memory,
