@@ -102,22 +102,25 @@ class Division:
 
     Attributes
     ----------
+    trained
+        Slice of θ.
     part
-        ``[p]`` int64, places in θ; empty if all are sent.
+        ``[p]`` int64, its places in θ; empty if all are sent.
     is_kept
         ``[p]`` bool, True for coordinates that are never sent; empty if all are sent.
     first
         Values of the kept coordinates for a client without a state; None if none are kept.
     """
 
+    trained: slice
     part: Tensor
     is_kept: Tensor
     first: Tensor | None
 
     @property
-    def sent(self) -> Tensor:
+    def sent(self) -> Tensor | slice:
         """Places in θ of the coordinates that are sent."""
-        return self.part[~self.is_kept]
+        return self.trained if self.first is None else self.part[~self.is_kept]
 
     def restored(self, group: ClientGroup, sent: Tensor) -> Tensor:
         """Return the sent values ``[s]`` combined with those that each client kept, ``[g, p]``."""
@@ -171,9 +174,7 @@ class FedAvgServer(SharedModelServer):
         super().__init__(settings, setup, generator)
         self.method = method
         theta = self.state["theta"]
-        division = method.division(setup, settings)
-        whole = division.first is None
-        part = method.part(setup) if whole else division.sent
+        part = method.division(setup, settings).sent
         self.sizes["s"] = len(theta[part])
         self.state["theta"] = theta if method.sends_all else theta[part].clone()
         self._part = part if method.sends_all else slice(None)  # of the kept tensor
@@ -347,10 +348,10 @@ class FedAvg(base.Algorithm):
         layout, trained = setup.model.layout, self.part(setup)
         is_kept = layout.mask(self.kept(setup.model, s))[trained]
         if not is_kept.any():  # their places are not needed, and would take twice the memory of the model
-            return Division(torch.arange(0), is_kept[:0], None)
+            return Division(trained, torch.arange(0), is_kept[:0], None)
         part = torch.arange(layout.size)[trained]
         first = setup.model.init(torch.Generator().manual_seed(setup.seed), setup.dtype)
-        return Division(part, is_kept, first[part[is_kept]])
+        return Division(trained, part, is_kept, first[part[is_kept]])
 
 
 # --- parts that other methods use -------------------------------------------------------------------------------------
