@@ -143,6 +143,7 @@ def test_an_mlp_is_linear_layers_with_relu_between(hidden: list[int]) -> None:
 @pytest.mark.parametrize("model", [LeNet((1, 28, 28), 10), MLP((1, 28, 28), [100], 10)])
 def test_initialization_equals_torchs_linear_and_conv2d(model: FlatModel) -> None:
     """U(-1/√fan_in, 1/√fan_in) for weights and biases: torch's bounds and variance, mean zero."""
+    torch.manual_seed(0)  # torch's modules draw from the global generator
     parts = model.layout.split(model.init(seeded()))
     for name, part in parts.items():
         weight = parts[name.replace("bias", "weight")]
