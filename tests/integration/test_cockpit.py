@@ -1,4 +1,4 @@
-"""What a member's worker shows: a screen, lines, JSON, probes and metrics, with real aggregators over gRPC."""
+"""Views of a member's worker: a screen, lines, JSON, probes and metrics, with real aggregators over gRPC."""
 
 from __future__ import annotations
 
