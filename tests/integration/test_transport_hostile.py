@@ -30,6 +30,7 @@ from transport_support import (
     until,
 )
 
+from fedloom.core.words import REASON_CHARACTERS
 from fedloom.federation.transport import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.dispatcher import UNREAD_LANES, Dispatcher
@@ -381,6 +382,9 @@ FLOODS = {
     "missing": lambda: [part(missing=wire.Missing(exchange=5, rows=range(20_000)))],
     "missing, in many": lambda: [part(missing=wire.Missing(exchange=5, rows=[1]))] * 20_000,
     "rows lost": lambda: [part(row_lost=wire.RowLost(row=5))] * 20_000,
+    "reports of withheld measurements": lambda: [
+        part(withheld=wire.Withheld(reason=f"policy.yaml: {number}")) for number in range(20_000)
+    ],
 }
 
 
@@ -399,6 +403,17 @@ def test_a_flood_of_useless_messages_ends_its_stream(aggregator, honest, hostile
     successor = Worker(aggregator.address, "successor", ["mallory"])
     assert all(isinstance(answer, Sum) for answer in answers.result(10))
     successor.leave()
+
+
+def test_withheld_measurements_are_shown_shortened_and_printable(aggregator, honest, hostile) -> None:
+    reports = lambda: {worker.name: worker.withheld for worker in aggregator.activity().workers}  # noqa: E731
+    hostile.part(wire.WorkerPart(withheld=wire.Withheld(reason="\x1b[2J\u202e\n" + "x" * 100_000)))
+    until(lambda: reports()["hostile"], 60)
+    assert len(reports()["hostile"]) <= REASON_CHARACTERS
+    assert reports()["hostile"].isprintable()
+    hostile.part(wire.WorkerPart(withheld=wire.Withheld()))  # it withholds nothing any more
+    until(lambda: not reports()["hostile"], 60)
+    assert reports()["honest"] == ""
 
 
 def test_rows_of_silent_workers_are_reassigned_and_they_get_fewer(aggregator):

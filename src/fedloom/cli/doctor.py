@@ -35,8 +35,6 @@ SHORTEST_VALIDITY_D = 14
 LARGEST_SKEW_S = 30.0
 """Difference of two clocks that makes certificates and deadlines unreliable, in seconds."""
 
-SIGNS = {"ok": "ok", "warning": "!!", "error": "XX"}
-
 
 @with_options()
 def doctor_command(
@@ -60,9 +58,9 @@ def doctor_command(
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
     else:
         for finding in findings:
-            typer.echo(f"{SIGNS[finding.state]}  {finding.subject}: {finding.detail}")
+            typer.echo(f"{finding.state:<9}{finding.subject}: {finding.detail}")
             if finding.remedy:
-                typer.echo(f"      {finding.remedy}")
+                typer.echo(f"{'':9}{finding.remedy}")
     if code := next((finding.code for finding in findings if finding.state == "error"), 0):
         raise typer.Exit(code)
 

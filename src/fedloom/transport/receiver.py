@@ -101,8 +101,9 @@ class Receiver:
                 raise WireError(Refusal.DECLINED, f"worker {link.name}: {link.declined}")
             case "withheld":
                 self._spend(link)
+                if not link.withheld:
+                    log.info("worker %s: %s", link.name, printable(part.reason, REASON_CHARACTERS))
                 link.withheld = printable(part.reason, REASON_CHARACTERS)
-                log.info("worker %s: %s", link.name, link.withheld)
             case other:
                 raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
 
