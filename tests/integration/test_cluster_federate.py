@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from facts import failing, refusing, tells
 from fake_cluster import FakeCluster
 from forked import Popen
@@ -571,6 +572,10 @@ def test_submit_waits_and_downloads_the_run(place: Place, settings_file: Path) -
 # The backend local
 
 
+ENDLESS = "federation.rounds=1000000"
+"""Override for a run that does not end by itself, however fast the machine is."""
+
+
 def locally(place: Place, *overrides: str, out: str = "out", **changes: Any) -> Path:
     experiment = experiments.load_experiment(place.file, overrides)
     settings = ClusterSettings(**changes)
@@ -626,7 +631,7 @@ def test_a_local_failure_keeps_the_class_and_message_of_the_runs_error(here: Pla
 
 def test_deadline_of_a_local_federation(here: Place) -> None:
     with pytest.raises(QuorumError, match=r"cluster\.deadline_s"):
-        locally(here, deadline_s=1)
+        locally(here, ENDLESS, deadline_s=1)
     assert children(os.getpid()) == [] or not any(_is_run(pid) for pid in children(os.getpid()))
 
 
@@ -640,7 +645,7 @@ def test_stopping_a_local_run_stops_its_process(here: Place) -> None:
 
     threading.Thread(target=stop).start()
     with pytest.raises(InterruptedRun):
-        locally(here)
+        locally(here, ENDLESS)
     deadline = time.monotonic() + WAIT_S
     while any(alive(pid) for pid in began):
         assert time.monotonic() < deadline
@@ -678,7 +683,11 @@ def test_how_a_local_run_was_ended(
 def test_a_local_run_ends_after_its_launcher_is_killed(here: Place) -> None:
     code = "import sys; from pathlib import Path; from fedloom.cluster.local import run_locally; "
     code += "run_locally(*map(Path, sys.argv[1:]), say=print)"
-    arguments = [here.file, here.partition, here.folder / "out"]
+    endless = yaml.safe_load(here.file.read_text())
+    endless["federation"]["rounds"] = 1_000_000
+    file = here.folder / "endless.yaml"
+    file.write_text(yaml.safe_dump(endless))
+    arguments = [file, here.partition, here.folder / "out"]
     with Popen([sys.executable, "-c", code, *map(str, arguments)], env=ENVIRONMENT) as launcher:
         runs = lambda: list(filter(_is_run, children(launcher.pid)))  # noqa: E731 - other children come and go
         until(runs, "a run")
