@@ -27,6 +27,7 @@ PARTS = {
     "serving": ["personalize", "run", "--out", "models"],
     "sums": ["run", "experiment.yaml", "--set", "federation.secure_aggregation={}", "--out", "summed"],
     "trackers": ["run", "experiment.yaml", "--set", "tracking=[csv]", "--out", "tracked"],
+    "ui": ["ui"],
     "tuning": ["run", "experiment.yaml", "--seeds", "1,2", "--out", "sweep"],
 }
 """Optional rooms, each with a command that needs it."""

@@ -18,10 +18,10 @@ from vowel_data import vowel_experiment
 
 import fedloom
 from fedloom.cli.main import app
-from fedloom.cli.status import _privacy
 from fedloom.core.words import rounded_up
 from fedloom.data.problem import TrainedPrivately
 from fedloom.errors import ExperimentError
+from fedloom.federation.status_text import _privacy
 from fedloom.privacy.accounting import Release, epsilon_of, rounds_within, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.reporting.report import write_report

@@ -784,6 +784,12 @@ def test_gitops_examples_name_existing_files_and_install(tool: str, tmp_path: Pa
 
 # ---- rejected values
 
+PAGE = {
+    "ui.enabled": True,
+    "ui.existingClaim": "runs",
+    "auth.tokens.existingSecret": "t",
+    "networkPolicy.uiPeers": [{"podSelector": {}}],
+}
 STORED = {"storage.url": "s3://bucket/p", "storage.existingSecret": "s"}
 TO = [{"ipBlock": {"cidr": "198.51.100.7/32"}}]
 PLAINTEXT = {"tls.mode": "none", "insecure": True}
@@ -870,6 +876,9 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("workers.tls.existingSecret: ", "tls.mutual", "networkPolicy.workersEgress: "),
     ),
     "serving from nowhere": ({"serve.enabled": True}, ("serve.enabled: ", "storage.url")),
+    "a page for everyone": ({**PAGE, "auth.tokens.existingSecret": ""}, ("ui.enabled: ", "auth.tokens.existingSecret")),
+    "a page about a volume of another pod": ({**PAGE, "ui.existingClaim": ""}, ("ui.existingClaim: ", "ReadWriteMany")),
+    "a page for nobody": ({**PAGE, "networkPolicy.uiPeers": []}, ("networkPolicy.uiPeers: ",)),
     "serving nobody": ({**STORED, "serve.enabled": True}, ("networkPolicy.servePeers: ",)),
     "more at least than at most": (
         {"serve.autoscaling.minReplicas": 9}, ("serve.autoscaling.minReplicas: ", "9", "maxReplicas", "8")

@@ -69,10 +69,11 @@ ARROWS: dict[str, set[str]] = {
     "trackers": {"experiment", "runs", "engine"},
     "api": {*CAPABILITIES, "models", "storage", "data", "experiment", "runs", "engine"},
     "cluster": PARTS,
+    "ui": {"algorithms", "engine", "federation", "reporting", "runs", "security"},
     "kubeflow": {
         "storage", "data", "experiment", "runs", "reporting", "engine", "serving", "tuning", "trackers", "cluster",
     },
-    "cli": {*PARTS, *CAPABILITIES, "privacy", "engine", "api", "cluster", "kubeflow"},
+    "cli": {*PARTS, *CAPABILITIES, "privacy", "engine", "api", "cluster", "kubeflow", "ui"},
     "templates": {"algorithms"},  # folders that users begin with
     "__main__": {"cli"},
     "__init__": {"experiment", "serving", "api"},  # on first access to its names

@@ -195,6 +195,15 @@
 {{- if and $v.serve.autoscaling.enabled (gt (int $v.serve.autoscaling.minReplicas) (int $v.serve.autoscaling.maxReplicas)) }}
 {{- $wrong = append $wrong (printf "serve.autoscaling.minReplicas: is %d; set it to at most maxReplicas, %d" (int $v.serve.autoscaling.minReplicas) (int $v.serve.autoscaling.maxReplicas)) }}
 {{- end }}
+{{- if and $v.ui.enabled (not $v.auth.tokens.existingSecret) }}
+{{- $wrong = append $wrong "ui.enabled: needs tokens, which say who may open the page; set auth.tokens.existingSecret" }}
+{{- end }}
+{{- if and $v.ui.enabled (not $v.ui.existingClaim) (or (not $here) (ne $v.state.kind "persistentVolumeClaim") (eq $v.state.persistentVolumeClaim.accessMode "ReadWriteOncePod")) }}
+{{- $wrong = append $wrong "ui.existingClaim: is empty, and the aggregator's volume cannot be mounted by another pod; set a claim with runs, or state.kind persistentVolumeClaim with accessMode ReadWriteOnce or ReadWriteMany" }}
+{{- end }}
+{{- if and $v.ui.enabled $v.networkPolicy.enabled (not $v.networkPolicy.uiPeers) }}
+{{- $wrong = append $wrong "networkPolicy.uiPeers: is empty, so that nobody could open what ui.enabled offers; list the peers, such as [{namespaceSelector: {}}] for the cluster" }}
+{{- end }}
 {{- if and $v.test.data (not $v.serve.enabled) }}
 {{- $wrong = append $wrong "test.data: needs serve.enabled: the test requests a model. Set serve.enabled, or remove test.data" }}
 {{- end }}
@@ -209,7 +218,7 @@
 {{- $wrong = append $wrong (printf "service.type: is %s, but settings of a load balancer are given; set LoadBalancer, or remove them" $v.service.type) }}
 {{- end }}
 {{- $labels := dict "commonLabels" $v.commonLabels "metrics.serviceMonitor.labels" $v.metrics.serviceMonitor.labels "metrics.prometheusRule.labels" $v.metrics.prometheusRule.labels "metrics.dashboard.labels" $v.metrics.dashboard.labels }}
-{{- range list "aggregator" "workers" "serve" }}{{ $_ := set $labels (printf "%s.podLabels" .) (index $v . "podLabels") }}{{ end }}
+{{- range list "aggregator" "workers" "serve" "ui" }}{{ $_ := set $labels (printf "%s.podLabels" .) (index $v . "podLabels") }}{{ end }}
 {{- range $key, $of := $labels }}
 {{- range $label, $_ := $of }}
 {{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "helm.sh/" $label) (hasPrefix "fedloom.dev/" $label) }}

@@ -60,6 +60,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "check": check.check_command,
         "evaluate": runs.evaluate_command,
         "runs": runs.runs_command,
+        "ui": None,
         "compare": None,
         "report": None,
         "search": None,

@@ -12,7 +12,6 @@ import typer
 
 from fedloom.cli.options import Checkpoint, Json, OtherPartition, OwnFolders, RunFolderArgument
 from fedloom.core.words import pluralize
-from fedloom.tasks.names import ACCURACY, metric_title
 
 if TYPE_CHECKING:
     from fedloom.runs.listing import RunEntry
@@ -99,13 +98,5 @@ def _row(run: RunEntry, folder: Path) -> tuple[str, ...]:
     where = str(Path(run.path).relative_to(folder)) if Path(run.path) != folder else folder.resolve().name
     when = "" if run.changed is None else time.strftime("%m-%d %H:%M", time.localtime(run.changed))
     rounds = "" if run.done is None else f"{run.done}" if run.rounds is None else f"{run.done}/{run.rounds}"
-    groups = (_score(run, run.seen), _score(run, run.unseen))
+    groups = (run.score(run.seen), run.score(run.unseen))
     return (where, run.method or "", run.dataset or "", rounds, *groups, run.state, when)
-
-
-def _score(run: RunEntry, value: float | None) -> str:
-    """Return a value of the headline metric: an accuracy in percent, or another metric with its name."""
-    if value is None or run.metric is None:
-        return "–"
-    shown = f"{100 * value:.1f}" if run.percent else f"{value:.3g}"
-    return shown if run.metric == ACCURACY.name else f"{metric_title(run.metric)} {shown}"

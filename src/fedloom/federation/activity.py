@@ -270,6 +270,13 @@ class Activity:
         """Seconds since the last durable round became durable; None before the first."""
         return None if self.durable_at is None else max(0.0, self.time - self.durable_at)
 
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the last round at the recent rate; None if it is not known, or nothing is at work."""
+        if self.rounds is None or not self.rounds_per_s or self.phase in OVER:
+            return None
+        return max(0, self.rounds - self.round) / self.rounds_per_s
+
 
 @dataclass(frozen=True)
 class Connected:

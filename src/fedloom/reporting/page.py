@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from fedloom.core.words import as_csv
 from fedloom.errors import DataError, ExperimentError
 
 if TYPE_CHECKING:
+    import jinja2
+
     from fedloom.reporting.drawing import Drawing
     from fedloom.runs.folder import RunFolder
 
@@ -80,6 +84,11 @@ class PageSection:
     title: str
     parts: tuple[Part, ...] = ()
     absent: str = ""
+
+    @property
+    def anchor(self) -> str:
+        """Id on the page, for links to the section."""
+        return f"section-{re.sub(r'[^a-z0-9]+', '-', self.title.lower())}"
 
 
 @dataclass(frozen=True)
@@ -180,21 +189,10 @@ class ReportPage:
         """Parts of all sections."""
         return tuple(part for section in self.sections for part in section.parts)
 
-    def render(self) -> str:
-        """Return the page as HTML."""
-        check_installed("jinja2")
-        import jinja2
-
-        environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("fedloom.reporting"),
-            autoescape=True,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
+    def render(self, template: str = "page.html.j2", package: str = "fedloom.reporting", **context: Any) -> str:
+        """Return the page as HTML, by a template of a package that gets the ``context``, too."""
         targets = {card.client: card.target for part in self.parts for card in part.cards}
-        environment.filters["inline"] = lambda panel, title: _inline(panel, title, self.palette, targets)
-        return environment.get_template("page.html.j2").render(page=self, targets=targets)
+        return str(page_templates(package).get_template(template).render(page=self, targets=targets, **context))
 
     def figures(self) -> dict[str, str]:
         """Return the figures as separate SVG files, by file name."""
@@ -202,6 +200,23 @@ class ReportPage:
 
         panels = (panel for part in self.parts for panel in part.panels)
         return {f"{p.name}.svg": drawing.annotated(p.svg, [n for _, n in p.points], {}) for p in panels}
+
+
+@functools.cache
+def page_templates(package: str) -> jinja2.Environment:
+    """Return the templates of a package, which may extend those of reports."""
+    check_installed("jinja2")
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name) for name in (package, "fedloom.reporting")]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["inline"] = _inline
+    return environment
 
 
 def check_installed(*packages: str, extra: str = "report") -> None:
@@ -241,18 +256,22 @@ class Cell(NamedTuple):
 class TableRow:
     """Row of a table: label and other cells, and a second line of the label.
 
-    ``colour`` is the CSS variable of its colour in figures, ``dash`` the dash pattern of its line there (None: a dot).
+    ``colour`` is the CSS variable of its colour in figures, ``dash`` the dash pattern of its line there (None: a dot),
+    and ``href`` the target of its label's link, if it has one.
     """
 
     cells: tuple[Cell, ...]
     colour: str = ""
     dash: str | None = None
     note: str = ""
+    href: str = ""
 
 
-def table_row(*cells: str | Cell, colour: str = "", dash: str | None = None, note: str = "") -> TableRow:
+def table_row(
+    *cells: str | Cell, colour: str = "", dash: str | None = None, note: str = "", href: str = ""
+) -> TableRow:
     """Return a row of cells; text stands for a plain cell."""
-    return TableRow(tuple(Cell(each) if isinstance(each, str) else each for each in cells), colour, dash, note)
+    return TableRow(tuple(Cell(each) if isinstance(each, str) else each for each in cells), colour, dash, note, href)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ def write_report(run_folder: str | Path) -> Path:
     """
     run = RunFolder.open(run_folder)
     check_installed("jinja2", "matplotlib")
-    page = _page(run)
+    page = report_page(run)
     for name, svg in page.figures().items():
         _write(run.path / "figures" / name, svg)
     _write(run.path / "report.html", page.render())
@@ -67,7 +67,8 @@ def source_files() -> list[str]:
     return sorted({name for section in report_sections() for name in section.files})
 
 
-def _page(run: RunFolder) -> ReportPage:
+def report_page(run: RunFolder, titles: Collection[str] | None = None) -> ReportPage:
+    """Return the report of a run, finished or not, with all sections or those of some titles."""
     from fedloom.reporting.drawing import COLOURS
 
     notices, last = _of_last_round(run)
@@ -80,7 +81,7 @@ def _page(run: RunFolder) -> ReportPage:
         )
     except DataError:
         about_data = ()
-    sections = _sections(run)
+    sections = _sections(run, titles)
     try:
         summary = run.json(SUMMARY)
         with reading(run, SUMMARY):
@@ -118,8 +119,9 @@ def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Document | None]:
     return tuple(notices), last
 
 
-def _sections(run: RunFolder) -> tuple[PageSection, ...]:
-    return tuple(content for section in report_sections() if (content := section.page_section(run)) is not None)
+def _sections(run: RunFolder, titles: Collection[str] | None = None) -> tuple[PageSection, ...]:
+    wanted = (section for section in report_sections() if titles is None or section.title in titles)
+    return tuple(content for section in wanted if (content := section.page_section(run)) is not None)
 
 
 def report_sections() -> tuple[ReportSection, ...]:

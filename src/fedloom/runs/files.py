@@ -443,6 +443,10 @@ class RunFiles:
         """Replace the lines of a line file."""
         self.line_file(name).rewrite(lines)
 
+    def accepted_digest(self, name: str) -> str | None:
+        """Return the digest that a file must have (:data:`WITHOUT_DIGEST`); None if it is not known."""
+        return next(iter(self._digests().get(name, ())), None)
+
     def _write_digests(self, digests_known: Mapping[str, Sequence[str]]) -> None:
         self.write_json(DIGESTS, {"version": digests.VERSION, "files": digests_known})
 

@@ -17,7 +17,7 @@ from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import BURNT, DONE
 from fedloom.storage.base import Store
-from fedloom.tasks.names import headline_of, values_of
+from fedloom.tasks.names import ACCURACY, headline_of, metric_title, values_of
 
 FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
 RESUME = f"continue it: run it again with {argument('resume')}"
@@ -37,6 +37,11 @@ class RunEntry:
         Name of the headline metric, and True if it is a fraction; None and False before the first evaluation.
     seen, unseen, seen_loss, unseen_loss
         Mean of that metric, and mean loss, over clients in the last evaluated round, on test data.
+    validation
+        That metric on the pooled validation data of seen clients, in the same round.
+    private, epsilon
+        True if training is differentially private, and its ε so far toward readers of the models; None without a
+        guarantee.
     changed
         Time of the last change, in seconds since 1970.
     """
@@ -55,8 +60,18 @@ class RunEntry:
     unseen: float | None = None
     seen_loss: float | None = None
     unseen_loss: float | None = None
+    validation: float | None = None
+    private: bool = False
+    epsilon: float | None = None
     changed: float | None = None
     fault: str | None = None
+
+    def score(self, value: float | None) -> str:
+        """Return a value of the headline metric: an accuracy in percent, or another metric with its name."""
+        if value is None or self.metric is None:
+            return "–"
+        shown = f"{100 * value:.1f}" if self.percent else f"{value:.3g}"
+        return shown if self.metric == ACCURACY.name else f"{metric_title(self.metric)} {shown}"
 
 
 def list_runs(folder: Path) -> list[RunEntry]:
@@ -64,12 +79,17 @@ def list_runs(folder: Path) -> list[RunEntry]:
 
     Raise DataError if the folder does not exist.
     """
+    check_runs_folder(folder)
+    return [entry_of(RunFolder(path)) for path in run_folders(folder)]
+
+
+def check_runs_folder(folder: Path) -> None:
+    """Raise DataError if a folder, which may hold runs, does not exist."""
     if not folder.is_dir():
         raise DataError(
             f"{folder} {'is a file' if folder.exists() else 'does not exist'}; give a folder that holds runs.",
-            hint="create one with fedloom run EXPERIMENT, or list another folder with fedloom runs DIR",
+            hint="create one with fedloom run EXPERIMENT, or name another folder",
         )
-    return [_entry(RunFolder(path)) for path in _run_folders(folder)]
 
 
 def newest_run(folder: Path) -> Path:
@@ -77,7 +97,7 @@ def newest_run(folder: Path) -> Path:
 
     Raise DataError if there is none.
     """
-    newest = max(_run_folders(folder), key=lambda path: RunFolder(path).changed_at(), default=None)
+    newest = max(run_folders(folder), key=lambda path: RunFolder(path).changed_at(), default=None)
     if newest is None:
         raise DataError(
             f"{folder} holds no run; give the address of an aggregator, a run's folder, or its URL.",
@@ -122,7 +142,7 @@ def _runs_directly_in(path: Path) -> list[RunFolder]:
     return inside
 
 
-def _run_folders(folder: Path) -> Iterator[Path]:
+def run_folders(folder: Path) -> Iterator[Path]:
     """Yield folders of runs; a folder with only an experiment file is not a run."""
     for path, folders, files in os.walk(folder):
         folders.sort()
@@ -131,13 +151,15 @@ def _run_folders(folder: Path) -> Iterator[Path]:
             yield Path(path)
 
 
-def _entry(run: RunFolder) -> RunEntry:
+def entry_of(run: RunFolder) -> RunEntry:
+    """Return the entry of a run."""
     path, changed_at = str(run.path), run.changed_at()
     try:
         e, summary = run.stored_experiment(), run.json_or_none("summary.json")
         method, rounds = e["algorithm"], e["federation"]["rounds"]
         rule = f" {method['rule']}" if "rule" in method else ""
-        last = summary or (run.last_evaluation() or ({}, 0))[0]
+        last, _ = run.last_evaluation() or (summary or {}, 0)
+        privacy = last.get("privacy") or (summary or {}).get("training_privacy")
         seen, unseen = (last.get(group) or {} for group in ("seen", "unseen"))
         headline = headline_of(last)
         rounds_done = _rounds_done(run) if summary is None else int(summary["rounds"])
@@ -157,6 +179,9 @@ def _entry(run: RunFolder) -> RunEntry:
             unseen=values_of(unseen, headline).mean,
             seen_loss=seen.get("loss_mean"),
             unseen_loss=unseen.get("loss_mean"),
+            validation=last.get("validation_pooled"),
+            private=privacy is not None,
+            epsilon=None if privacy is None else privacy["epsilon"],
             changed=changed_at,
         )
     except DataError as error:
