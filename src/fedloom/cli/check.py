@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import typer
 
-from fedloom.cli.options import ExperimentFile, Json, Set, with_options
+from fedloom.cli.options import ExperimentFile, Set, with_options
+from fedloom.cli.results import CommandResult
 from fedloom.core.memory import collection_paused
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.engine.options import RunOptions
@@ -20,7 +20,7 @@ TITLE_WIDTH, WIDTH = 10, 100
 
 
 @with_options(without=("resume", "replay", "publish", "report"))
-def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = None, as_json: Json = False) -> None:
+def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = None) -> CommandResult:
     """Check an experiment before its run: errors, data, traffic, privacy, time. Creates no run, and trains no model."""
     settings = None
     try:
@@ -32,22 +32,19 @@ def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = N
         facts = check_experiment(settings, options)
     except FedloomError as first:  # it ends the command, like the run
         others = [] if settings is None else other_errors(settings, options, first)
-        if as_json:
-            errors = [
-                {"message": error.message, "hint": error.hint, "key": error.key, "exit_code": int(error.exit_code)}
-                for error in (first, *others)
-            ]
-            typer.echo(json.dumps({"valid": False, "exit_code": int(first.exit_code), "errors": errors}, indent=2))
-        else:
+
+        def show_others() -> None:
             for error in others:
                 typer.echo(f"error: {error}", err=True)
-        raise
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    for title, text in _lines(facts):
-        lines = textwrap.wrap(text, WIDTH - TITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
-        typer.echo(f"{title:{TITLE_WIDTH}}" + f"\n{'':{TITLE_WIDTH}}".join(lines))
+
+        return CommandResult({"valid": False}, show_others, [first, *others])
+
+    def show() -> None:
+        for title, text in _lines(facts):
+            lines = textwrap.wrap(text, WIDTH - TITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
+            typer.echo(f"{title:{TITLE_WIDTH}}" + f"\n{'':{TITLE_WIDTH}}".join(lines))
+
+    return CommandResult(facts, show)
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Json
+from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,8 +46,7 @@ def new_command(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="The folder to write: a new one, or an empty one.")
     ] = None,
-    as_json: Json = False,
-) -> None:
+) -> CommandResult:
     """Write a folder to begin with, which runs as it is: an experiment, data, scripts and a README.md."""
     from fedloom.cli.tables import print_table
     from fedloom.core.words import pluralize
@@ -56,12 +54,12 @@ def new_command(
 
     known = templates()
     if name is None:
-        if as_json:
-            typer.echo(json.dumps([asdict(each) for each in known], indent=2, ensure_ascii=False))
-            return
-        print_table("", ["template", "description"], [[each.name, each.summary] for each in known], texts=range(2))
-        typer.echo("\nTo begin with one: fedloom new TEMPLATE DIR")
-        return
+
+        def show() -> None:
+            print_table("", ["template", "description"], [[each.name, each.summary] for each in known], texts=range(2))
+            typer.echo("\nTo begin with one: fedloom new TEMPLATE DIR")
+
+        return CommandResult(known, show)
     chosen = next((each for each in known if each.name == name), None)
     if chosen is None:
         names = [each.name for each in known]
@@ -71,11 +69,11 @@ def new_command(
         hint = f"fedloom new {name} {name}"
         raise ExperimentError("DIR is missing: give the folder to write.", key="dir", hint=hint)
     write_template(chosen, folder)
-    if as_json:
-        typer.echo(json.dumps({"folder": str(folder.absolute()), **asdict(chosen)}, indent=2, ensure_ascii=False))
-        return
-    typer.echo(f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}")
-    typer.echo(f"Next: read {folder / 'README.md'}; its commands run in {folder}.")
+    text = (
+        f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}\n"
+        f"Next: read {folder / 'README.md'}; its commands run in {folder}."
+    )
+    return CommandResult({"folder": folder.absolute(), **asdict(chosen)}, text)
 
 
 def write_template(template: Template, folder: Path) -> None:
