@@ -139,7 +139,7 @@ def test_facts_are_one_document(fedloom: Fedloom, tmp_path: Path) -> None:
         found = strict(out)
         assert isinstance(found, dict | list), name
         if name == "run":
-            assert found == json.loads(Path("runs/one/summary.json").read_text())
+            assert found.items() <= json.loads(Path("runs/one/summary.json").read_text()).items()
         if name == "evaluate":
             assert found == json.loads(Path("statistics.json").read_text())
     for words, code in REFUSED.values():
@@ -149,7 +149,7 @@ def test_facts_are_one_document(fedloom: Fedloom, tmp_path: Path) -> None:
 
 
 def test_a_federation_is_controlled_with_json(fedloom: Fedloom, tmp_path: Path) -> None:
-    running = Controlled(tmp_path / "run")
+    running = Controlled(tmp_path)
     try:
         for action in ("pause", "resume", "stop"):
             code, out, err = fedloom("federation", action, running.address, "--json")

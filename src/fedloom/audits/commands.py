@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import Checkpoint, OwnFolders, Set, refuse_options
 from fedloom.cli.results import CommandResult
 from fedloom.core.words import pluralize
@@ -19,6 +20,7 @@ def audit_command(
         typer.Argument(
             help="The run's folder; with --canaries an experiment file.",
             metavar="RUN|EXPERIMENT",
+            autocompletion=complete_runs,
         ),
     ],
     canaries: Annotated[

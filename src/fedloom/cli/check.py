@@ -18,6 +18,17 @@ from fedloom.errors import FedloomError
 TITLE_WIDTH, WIDTH = 10, 100
 """Characters of a line's title, and of a line."""
 
+NEEDS = {
+    "head": "there are layers before the last one",
+    "linear head": "the last layer is linear",
+    "features": "the input of the last layer can be used",
+    "default loss": "the loss is the task's",
+    "no buffers": "no buffer moves in training",
+    "any vector": "any parameter vector is a valid model",
+    "normalization": "there are normalization layers",
+}
+"""Requirements of methods on the model (``algorithms/requirements.py``), as met."""
+
 
 @with_options(without=("resume", "replay", "publish", "report"))
 def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = None) -> CommandResult:
@@ -94,6 +105,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _data(data: dict[str, Any]) -> str:
     place, examples = data["partition"], data["train_examples"]
+    if place == "not given":
+        return (
+            f"Each client has data of its own, of {pluralize(data['classes'] or 0, 'class', 'classes')}. Their folders "
+            "are not given, so neither they nor traffic and time are checked; add --data DIR, once for each folder. "
+            "Without it only `fedloom aggregator` can run the experiment."
+        )
     clients = f"{pluralize(data['seen'], 'client')} of {data['dataset']} train and {data['unseen']:,} are held out"
     text = f"{clients}; {pluralize(data['classes'], 'class', 'classes')}." if data["classes"] else f"{clients}."
     if examples is not None:
@@ -119,7 +136,8 @@ def _privacy(privacy: dict[str, Any]) -> str:
 
 def _method(facts: dict[str, Any]) -> str:
     method, rounds = facts["method"], facts["rounds"]
-    needs = f" The model has what the method needs: {', '.join(method['needs'])}." if method["needs"] else ""
+    met = ", ".join(NEEDS.get(need, need) for need in method["needs"])
+    needs = f" The model meets the method's requirements: {met}." if met else ""
     states = " Clients keep a state between rounds." if method["keeps_states"] else ""
     if rounds == 0:
         return f"{method['name']} has no rounds, and the clients are evaluated once.{needs}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.api.progress import show_progress
+from fedloom.cli.completion import completed_values
 from fedloom.cli.options import ExperimentFile, Set
 from fedloom.cli.results import CommandResult
 from fedloom.core.files import storing
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 
 def fetch_command(
-    name: Annotated[str, typer.Argument(help="The data set, such as fashion-mnist.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="The data set, such as fashion-mnist.", autocompletion=completed_values("data.dataset")),
+    ],
     copy_from: Annotated[
         Path | None,
         typer.Option(

@@ -32,6 +32,10 @@ def templates() -> list[Template]:
     return [_template(readme.parent) for readme in sorted(TEMPLATES.glob("*/README.md"))]
 
 
+def _named(incomplete: str) -> list[tuple[str, str]]:
+    return [(each.name, each.summary) for each in templates() if each.name.startswith(incomplete)]
+
+
 def _template(folder: Path) -> Template:
     """Return the template in a folder, without the bytecode that installers write into it."""
     with (folder / "README.md").open(encoding="utf-8") as readme:
@@ -42,7 +46,9 @@ def _template(folder: Path) -> Template:
 
 
 def new_command(
-    name: Annotated[str | None, typer.Argument(metavar="TEMPLATE", help="The template; none: list them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="TEMPLATE", help="The template; none: list them.", autocompletion=_named)
+    ] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="The folder to write: a new one, or an empty one.")
     ] = None,

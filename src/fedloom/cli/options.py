@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from fedloom.cli.completion import complete_overrides, complete_runs
 from fedloom.cli.results import CommandResult, described, print_json
 from fedloom.core.home import expanded
 from fedloom.core.options import DeclaredOption, Option, declared_options
@@ -25,7 +26,13 @@ ExperimentFile = Annotated[
     str, typer.Argument(help="The experiment file, or its URL in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
 ]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace a value of the file; repeatable.",
+        autocompletion=complete_overrides,
+    ),
 ]
 Space = Annotated[
     Path, typer.Option(help="YAML file: the keys to search, and how (docs/search.md).", metavar="SPACE.yaml")
@@ -43,7 +50,9 @@ Parallel = Annotated[
     int, typer.Option(help="Number of parallel runs, each with its share of the cores.", min=1, metavar="N")
 ]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
-RunFolderArgument = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
+RunFolderArgument = Annotated[
+    Path, typer.Argument(help="The run's folder.", metavar="RUN", autocompletion=complete_runs)
+]
 OtherPartition = Annotated[
     str | None,
     typer.Option(

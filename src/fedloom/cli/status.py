@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fedloom.cli.characters import shown_as
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import ClientAccess, Json, refuse_options, with_options
 from fedloom.cli.results import CommandResult, print_json
 from fedloom.core.words import duration, pluralize, printable, rounded_up
@@ -48,6 +49,7 @@ Where = Annotated[
     typer.Argument(
         help="An aggregator's HOST:PORT, a run's folder, or its URL; by default the newest run in runs.",
         metavar="[ADDRESS|RUN]",
+        autocompletion=complete_runs,
         show_default=False,
     ),
 ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import RunFolderArgument
 from fedloom.cli.results import CommandResult
 
@@ -32,7 +33,11 @@ def report_command(run: RunFolderArgument) -> CommandResult:
 def compare_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of finished runs, or folders that contain finished runs.", metavar="RUN..."),
+        typer.Argument(
+            help="Folders of finished runs, or folders that contain finished runs.",
+            metavar="RUN...",
+            autocompletion=complete_runs,
+        ),
     ],
     out: Annotated[
         Path | None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import Checkpoint, ClientAccess, OtherPartition, ServerAccess, refuse_options, with_options
 from fedloom.cli.results import CommandResult
 from fedloom.core.processes import termination_requested
@@ -27,7 +28,14 @@ Format = Literal["safetensors", "pt2", "onnx", "peft"]
 def serve_command(
     probes: ProbeOptions,
     access: ServerAccess,
-    run: Annotated[str, typer.Argument(help="The run's folder, or the URL where it is published.", metavar="RUN|URL")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The run's folder, or the URL where it is published.",
+            metavar="RUN|URL",
+            autocompletion=complete_runs,
+        ),
+    ],
     listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7734",
     follow: Annotated[
         bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as it has a checkpoint.")
@@ -100,6 +108,7 @@ def personalize_command(
                 "The run's folder; for one model also its URL, or the HOST:PORT of `fedloom serve` or of an aggregator."
             ),
             metavar="RUN|URL|HOST:PORT",
+            autocompletion=complete_runs,
         ),
     ],
     out: Annotated[
