@@ -34,12 +34,13 @@ WITHOUT = {
 
 ELSEWHERE = {
     "cluster": "tests/integration/test_cluster_federate.py",
+    "ledger": "tests/integration/test_own_data.py",
     "cluster clean": "tests/unit/test_storage_retention.py",
     "pipeline": "tests/pipelines/test_pipeline_json.py",
     "pipeline local": "tests/pipelines/test_pipelines_local.py",
     "register": "tests/pipelines/test_registration.py",
 }
-"""Commands that need a stand-in for an installation: the files of the calls whose JSON is parsed."""
+"""Commands that need an installation's stand-in, or more data: the files of the calls whose JSON is parsed."""
 
 ENTRY = {"class", "message", "hint", "key", "found", "allowed", "exit_code"}
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,6 @@ def calls(file: Path) -> dict[str, list[object]]:
         "compare": ["compare", "runs/one"],
         "search": ["search", file, "--space", "space.yaml", "--out", "found"],
         "personalize": ["personalize", "runs/one", "--out", "models"],
-        "ledger": ["ledger", "ledger.jsonl"],
         "data pack": ["data", "pack", "rows.csv", "--out", "packed", "--set", "label=label"],
         "worker": ["worker", "--data", "packed", "--dry-run", "any"],
         "token": ["token", "new", "north"],

@@ -43,8 +43,14 @@ def doctor_command(
     ] = None,
     store: Annotated[str | None, typer.Option(metavar="URL", help="Check that this store can be written to.")] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Check the current Kubernetes cluster.")] = False,
+    kubeflow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL|FILE|in-cluster", help="Check this installation of Kubeflow, as for `fedloom pipeline`."
+        ),
+    ] = None,
 ) -> CommandResult:
-    """Check this machine, and an aggregator, a store or a cluster; each problem comes with its remedy."""
+    """Check this machine, and an aggregator, a store, a cluster or Kubeflow; each problem comes with its remedy."""
     findings = [*_machine()]
     if access.credentials is not None or aggregator is not None:
         findings += _aggregator(access, aggregator)
@@ -52,6 +58,8 @@ def doctor_command(
         findings.append(checked("store", lambda: _store(store)))
     if cluster:
         findings += capability("doctor-cluster", "--cluster")()
+    if kubeflow is not None:
+        findings += capability("doctor-kubeflow", "--kubeflow")(kubeflow)
     lines = []
     for finding in findings:
         lines.append(f"{finding.state:<9}{finding.subject}: {finding.detail}")
