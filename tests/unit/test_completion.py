@@ -32,7 +32,7 @@ def completed(folder: Path, line: str, shell: str = "bash") -> list[str]:
     imported = {row.rpartition("|")[2].strip().partition(".")[0] for row in done.stderr.splitlines()}
     assert imported.isdisjoint({"torch", "numpy", "grpc", "yaml"})
     assert "fedloom" in imported
-    return done.stdout.split("\n")[:-1]
+    return [row for row in done.stdout.splitlines() if row]
 
 
 def test_keys_of_experiments(tmp_path: Path) -> None:

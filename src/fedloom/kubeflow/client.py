@@ -233,6 +233,7 @@ class Kubeflow:
                 f"This Kubeflow is {wrong} {'in' if health.multi_user else 'out of'} the file of {argument('kubeflow')}"
                 f" (got {self.namespace}).",
                 key="kubeflow.namespace",
+                hint="docs/kubeflow.md#kubeflow-with-several-users",
             )
 
     def call(self, action: str, method: str, *arguments: Any, **options: Any) -> Any:
