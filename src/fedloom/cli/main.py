@@ -22,7 +22,7 @@ import fedloom
 from fedloom.cli import catalogue, check, data, doctor, new, pack, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
-from fedloom.cli.results import Terminated, UsageError, described, failure_of, print_json
+from fedloom.cli.results import Terminated, UsageError, as_command_failure, described, print_json
 from fedloom.core.logs import JsonLines, structured
 from fedloom.core.plugins import entries, missing_part
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure, termination_requested
@@ -179,7 +179,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except (Exception, Terminated) as error:
-        failure = failure_of(error)
+        failure = as_command_failure(error)
         _fail_as_bug(error) if failure is None else _fail(failure)
     sys.exit(code or 0)
 

@@ -70,7 +70,7 @@ def described(errors: Sequence[BaseException]) -> dict[str, Any]:
 
 
 def _entry(error: BaseException) -> dict[str, Any]:
-    failure = failure_of(error)
+    failure = as_command_failure(error)
     if failure is None:  # a bug
         nothing = dict.fromkeys(("hint", "key", "found", "allowed"))
         return {"class": type(error).__name__, "message": str(error), **nothing, "exit_code": 1}
@@ -78,7 +78,7 @@ def _entry(error: BaseException) -> dict[str, Any]:
     return failure.as_json() | texts
 
 
-def failure_of(error: BaseException) -> FedloomError | None:
+def as_command_failure(error: BaseException) -> FedloomError | None:
     """Return the error that ends a command because of an exception; None for a bug."""
     if isinstance(error, FedloomError):
         return error
