@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Json
+from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,6 +32,10 @@ def templates() -> list[Template]:
     return [_template(readme.parent) for readme in sorted(TEMPLATES.glob("*/README.md"))]
 
 
+def _named(incomplete: str) -> list[tuple[str, str]]:
+    return [(each.name, each.summary) for each in templates() if each.name.startswith(incomplete)]
+
+
 def _template(folder: Path) -> Template:
     """Return the template in a folder, without the bytecode that installers write into it."""
     with (folder / "README.md").open(encoding="utf-8") as readme:
@@ -43,25 +46,34 @@ def _template(folder: Path) -> Template:
 
 
 def new_command(
-    name: Annotated[str | None, typer.Argument(metavar="TEMPLATE", help="The template; none: list them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="TEMPLATE", help="The template; none: list them.", autocompletion=_named)
+    ] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="The folder to write: a new one, or an empty one.")
     ] = None,
-    as_json: Json = False,
-) -> None:
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE.py", help="In place of TEMPLATE: a training script to make an experiment of."
+        ),
+    ] = None,
+) -> CommandResult:
     """Write a folder to begin with, which runs as it is: an experiment, data, scripts and a README.md."""
     from fedloom.cli.tables import print_table
     from fedloom.core.words import pluralize
     from fedloom.errors import ExperimentError
 
+    if script is not None:
+        return _new_from_script(script, name, folder)
     known = templates()
     if name is None:
-        if as_json:
-            typer.echo(json.dumps([asdict(each) for each in known], indent=2, ensure_ascii=False))
-            return
-        print_table("", ["template", "description"], [[each.name, each.summary] for each in known], texts=range(2))
-        typer.echo("\nTo begin with one: fedloom new TEMPLATE DIR")
-        return
+
+        def show() -> None:
+            print_table("", ["template", "description"], [[each.name, each.summary] for each in known], texts=range(2))
+            typer.echo("\nTo begin with one: fedloom new TEMPLATE DIR")
+
+        return CommandResult(known, show)
     chosen = next((each for each in known if each.name == name), None)
     if chosen is None:
         names = [each.name for each in known]
@@ -71,11 +83,35 @@ def new_command(
         hint = f"fedloom new {name} {name}"
         raise ExperimentError("DIR is missing: give the folder to write.", key="dir", hint=hint)
     write_template(chosen, folder)
-    if as_json:
-        typer.echo(json.dumps({"folder": str(folder.absolute()), **asdict(chosen)}, indent=2, ensure_ascii=False))
-        return
-    typer.echo(f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}")
-    typer.echo(f"Next: read {folder / 'README.md'}; its commands run in {folder}.")
+    text = (
+        f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}\n"
+        f"Next: read {folder / 'README.md'}; its commands run in {folder}."
+    )
+    return CommandResult({"folder": folder.absolute(), **asdict(chosen)}, text)
+
+
+def _new_from_script(script: Path, name: str | None, folder: Path | None) -> CommandResult:
+    """Write an experiment that trains a script's module; return what was taken over and what is left to do."""
+    from fedloom.cli.script import Conversion
+    from fedloom.cli.tables import print_table
+    from fedloom.errors import ExperimentError, argument
+
+    if folder is not None:
+        message = f"TEMPLATE and {argument('from')} cannot be combined (got {name!r}); give only DIR."
+        raise ExperimentError(message, key="template", found=name)
+    target = Path(name or script.stem)
+    made = Conversion(script, target.absolute().name)
+    files = made.files()
+    write_folder(target, [(file, text.encode()) for file, text in files.items()])
+
+    def show() -> None:
+        print_table("", ["taken over", "script", "here"], made.taken, texts=range(3))
+        print_table("\n", ["left to do", "script", "what"], made.left, texts=range(3))
+        next_step = "Next: do what is left; README.md lists it, with the commands to run."
+        typer.echo(f"\n{target} has {', '.join(files)}. {next_step}")
+
+    facts = {"folder": target.absolute(), "files": [*files], "taken": made.taken, "left": made.left}
+    return CommandResult(facts, show)
 
 
 def write_template(template: Template, folder: Path) -> None:
@@ -83,6 +119,11 @@ def write_template(template: Template, folder: Path) -> None:
 
     Raise ExperimentError if the folder is a file or has files, and StorageError if it cannot be written.
     """
+    write_folder(folder, [(file, (TEMPLATES / template.name / file).read_bytes()) for file in template.files])
+
+
+def write_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Write files into a new or empty folder, like :func:`write_template`."""
     from fedloom.core.files import storing
     from fedloom.errors import ExperimentError
 
@@ -91,14 +132,14 @@ def write_template(template: Template, folder: Path) -> None:
             what = "is not empty" if folder.is_dir() else "is a file"
             message = f"{folder} {what}; give a new or an empty folder. Nothing was changed."
             raise ExperimentError(message, key="dir", found=str(folder))
-        for file in template.files:
+        for file, content in files:
             path = folder / file
             for missing in _missing(path.parents):
                 missing.mkdir()
                 undo.callback(missing.rmdir)
             with path.open("xb") as target:  # never overwrites, even what appears meanwhile
                 undo.callback(path.unlink)
-                target.write((TEMPLATES / template.name / file).read_bytes())
+                target.write(content)
         undo.pop_all()
 
 
