@@ -83,4 +83,4 @@ def _print_choices(key: str, choices: Iterable[type[Settings]], as_json: bool, a
     headings = [key, "description", *(["inputs"] if accepts else []), "keys"]
     rows = [[each if isinstance(each, str) else ", ".join(each) for each in entry.values()] for entry in entries]
     print_table("", headings, rows, texts=range(len(headings)))
-    typer.echo("\nKeys with their values: docs/experiment-keys.md, or --json")
+    typer.echo("\nKeys with their values: docs/keys, or --json")
