@@ -122,7 +122,7 @@ def test_the_federation_over_a_network_is_a_valid_experiment(monkeypatch: pytest
     (tmp_path / "mnist.yaml").write_text(text)
     experiment = load_experiment(tmp_path / "mnist.yaml")
     assert isinstance(experiment.data, OwnData)
-    assert (experiment.data.own.input_shape, experiment.federation.rounds) == ([1, 28, 28], 2)
+    assert (experiment.data.own.input_shape, experiment.federation.rounds) == ((1, 28, 28), 2)
 
 
 def test_each_framework_has_a_code_block() -> None:

@@ -60,10 +60,10 @@ def followed(
 ) -> str:
     """Write a template and run the commands of its README in a shell; return what they print."""
     new(name, folder)
-    return follow(folder, programs, **more)
+    return follow(folder, programs, wait_s=wait_s, **more)
 
 
-def follow(folder: Path, programs: Path, **more: str) -> str:
+def follow(folder: Path, programs: Path, *, wait_s: float = WAIT_S, **more: str) -> str:
     """Run the commands of a written template's README in a shell; return what they print."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
