@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from run_processes import WAIT_S
 from test_templates import NAMES, OFFLINE, follow
 from vowel_data import vowel_root
 
@@ -20,11 +19,15 @@ ROOT = Path(__file__).parents[2]
 UV = ROOT / ".venv" / "bin" / "uv"
 CONSTRAINTS = ROOT / "images" / "constraints.txt"
 Command = Callable[..., str]
+WAIT_S = 1500.0
+"""Generous: programs of a new environment compile torch's modules first, and the machine may be busy."""
+KEPT = {"PYTHONDONTWRITEBYTECODE": ""}
+"""Environment in which compiled modules are kept for the next program."""
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.exhaustive,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3 * WAIT_S),
     pytest.mark.xdist_group("wheel"),
     pytest.mark.skipif(not UV.exists(), reason="there is no uv, which installs in seconds"),
 ]
@@ -69,6 +72,7 @@ def run(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comm
         "HOME": str(tmp_path),
         "FEDLOOM_DATA": str(vowel_root(tmp_path / "data")),
         "OMP_NUM_THREADS": "1",
+        **KEPT,
     }
 
     def run(*words: object) -> str:
@@ -102,7 +106,9 @@ def test_a_template_is_checked_and_run_with_workers(run: Command, tmp_path: Path
 def test_members_join_an_aggregator(run: Command, programs: Path, tmp_path: Path) -> None:
     run("fedloom", "new", "hospitals", "mine")
     port = free_port()
-    follow(tmp_path / "mine", programs, LISTEN=f"127.0.0.1:{port}", AGGREGATOR=f"localhost:{port}")
+    follow(
+        tmp_path / "mine", programs, wait_s=WAIT_S, **KEPT, LISTEN=f"127.0.0.1:{port}", AGGREGATOR=f"localhost:{port}"
+    )
     assert json.loads((tmp_path / "mine" / "run" / "summary.json").read_text())["seen"]["clients"] == 2
 
 
@@ -115,6 +121,7 @@ def test_every_template_runs_with_the_extras_that_it_names(
     install(programs, f"{wheel}[{','.join(extras)}]", "pytest", "pip", "hatchling", "editables")
     for name in ("comparison", "module-table", "module-images", "method"):
         assert "pip install" not in run("fedloom", "new", name, name)
-        follow(tmp_path / name, programs, FEDLOOM_REPORT="1", **(OFFLINE if name == "method" else {}))
+        more = {**KEPT, "FEDLOOM_REPORT": "1", **(OFFLINE if name == "method" else {})}
+        follow(tmp_path / name, programs, wait_s=WAIT_S, **more)
         reports = "results/comparison/compare.html" if name == "comparison" else "runs/*/report.html"
         assert list((tmp_path / name).glob(reports)), name
