@@ -94,6 +94,7 @@ def test_the_extras_that_a_template_needs_are_told_if_they_are_missing(
     there = metadata.distributions
     monkeypatch.setattr(metadata, "distributions", lambda name: () if name == "scipy" else there(name=name))
     assert missing_extras(["report", "compare", "pfnm"]) == ["compare", "pfnm"]
+    assert missing_extras(["notebook"]) == ["notebook"], "an extra of an extra"
     assert tells(new("comparison", tmp_path / "some"), "pip install 'fedloom[compare]'")
 
 

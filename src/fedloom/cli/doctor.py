@@ -111,7 +111,7 @@ def _torch() -> CheckResult | str:
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         return f"{words}, GPU: {names} (`fedloom device` checks that it computes what a CPU computes)"
     if torch.version.cuda is not None:
-        remedy = "the CPU build of torch is gigabytes smaller: uv pip install --torch-backend cpu --reinstall torch"
+        remedy = "the CPU build of torch is gigabytes smaller (docs/install.md)"
         return CheckResult(
             "torch", "warning", f"{words}, built for CUDA {torch.version.cuda}, and there is no GPU", remedy
         )
