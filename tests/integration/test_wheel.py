@@ -72,6 +72,7 @@ def run(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comm
         "HOME": str(tmp_path),
         "FEDLOOM_DATA": str(vowel_root(tmp_path / "data")),
         "OMP_NUM_THREADS": "1",
+        "FEDLOOM_REPORT": "1",
         **KEPT,
     }
 
