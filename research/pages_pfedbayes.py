@@ -58,7 +58,8 @@ def paper_figures() -> dict[str, dict[str, float]]:
     for (data, name), figures in PAPER.items():
         method, predictor = name.lower().split(", ")
         for size, figure in zip(SIZES_IN_PAPER, figures, strict=True):
-            for folder in (f"{data}/{size}/{method}/*", *([f"kept/{data}/{size}/*"] if method == "pfedbayes" else [])):
+            kept = [f"kept/{data}/{size}/*"] if method == "pfedbayes" and data != "cifar10" else []
+            for folder in (f"{data}/{size}/{method}/*", *kept):
                 found.setdefault(folder, {})["seen" if predictor == "pm" else "global"] = float(figure)
     return found
 

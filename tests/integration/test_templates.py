@@ -14,6 +14,7 @@ from pathlib import Path
 
 import helm
 import pytest
+import yaml
 from facts import tells
 from ports import free_port
 from run_processes import WAIT_S
@@ -53,14 +54,16 @@ def in_shell(folder: Path, programs: Path = Path(sys.executable).parent, **more:
     }
 
 
-def followed(name: str, folder: Path, programs: Path = Path(sys.executable).parent, **more: str) -> str:
+def followed(
+    name: str, folder: Path, programs: Path = Path(sys.executable).parent, *, wait_s: float = WAIT_S, **more: str
+) -> str:
     """Write a template and run the commands of its README in a shell; return what they print."""
     new(name, folder)
     blocks = re.findall(r"^```sh\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     given = in_shell(folder, programs, **more)
     command = ["bash", "-euc", "\n".join(blocks)]
-    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=WAIT_S)
+    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=wait_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -253,6 +256,25 @@ def test_the_method_passes_the_conformance_kit(tmp_path: Path, programs: Path) -
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 15
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("pipelines")
+def test_the_pipeline(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    followed("pipeline", folder, wait_s=900)  # six tasks, each a process
+    compiled, platform = yaml.safe_load_all((folder / "personalized_federation.yaml").read_text())
+    assert compiled["pipelineInfo"]["name"] == "personalized-federation"
+    executors = compiled["deploymentSpec"]["executors"]
+    resources = executors["exec-federate"]["container"]["resources"]
+    assert (resources["resourceCpuLimit"], resources["resourceMemoryLimit"]) == ("2", "4Gi")
+    assert platform["platforms"]
+    summary = json.loads((folder / "out" / "run" / "summary.json").read_text())
+    assert (summary["algorithm"], summary["rounds"], summary["unseen"]["clients"]) == ("fedavg", 20, 3)
+    assert summary["seen"]["accuracy_mean"] > 0.6
+    assert (folder / "out" / "report.html").exists()
 
 
 @pytest.mark.xdist_group("helm")

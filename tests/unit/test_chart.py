@@ -566,7 +566,9 @@ def test_alerts_detect_a_crash_loop_and_ignore_a_stall_after_a_pause() -> None:
         "FedLoomAggregatorDown", "FedLoomAggregatorRestarts", "FedLoomRoundsStalled", "FedLoomCertificateEnds",
         "FedLoomPrivacyBudgetNearlySpent",
     }  # fmt: skip
-    assert re.search(r"avg_over_time\(up\{.*?\}\[15m\]\)", alerts["FedLoomAggregatorDown"])
+    assert re.search(
+        r"avg_over_time\(max by \(namespace, service\) \(up\{.*?\}\)\[15m:1m\]\)", alerts["FedLoomAggregatorDown"]
+    )
     assert "process_start_time_seconds{" in alerts["FedLoomAggregatorRestarts"]
     worked = r"increase\(fedloom_phase_seconds_total\{phase=~\"training.*?\}\[600s\]\)\) > 0.8 \* 600"
     assert re.search(worked, alerts["FedLoomRoundsStalled"])
@@ -747,6 +749,13 @@ def test_the_values_on_the_page_of_several_clusters_install(tmp_path: Path) -> N
     assert [rule["ports"][0]["port"] for rule in member["networkPolicy"]["workersEgress"]] == [int(port)]
     allowed = {entry["certificate"] for entry in hub["auth"]["identities"]}
     assert allowed == {f"URI:urn:fedloom:{member}" for member in ("north", "south", "east")}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_tools_without_cluster_access_render_the_same_objects(scenario: str) -> None:
+    """Argo CD renders with the cluster's versions alone: other versions, and an upgrade, must give the same text."""
+    cluster = ("--kube-version", "v1.33.5-eks-3025e55", "--api-versions", "monitoring.coreos.com/v1", "--include-crds")
+    assert helm.rendered(scenario, {}, *cluster, "--is-upgrade") == helm.rendered(scenario)
 
 
 @pytest.mark.parametrize("tool", ["argocd", "flux"])

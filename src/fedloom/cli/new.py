@@ -47,6 +47,12 @@ def new_command(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="The folder to write: a new one, or an empty one.")
     ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE.py", help="In place of TEMPLATE: a training script to make an experiment of."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a folder to begin with, which runs as it is: an experiment, data, scripts and a README.md."""
@@ -54,6 +60,9 @@ def new_command(
     from fedloom.core.words import pluralize
     from fedloom.errors import ExperimentError
 
+    if script is not None:
+        _new_from_script(script, name, folder, as_json=as_json)
+        return
     known = templates()
     if name is None:
         if as_json:
@@ -78,11 +87,40 @@ def new_command(
     typer.echo(f"Next: read {folder / 'README.md'}; its commands run in {folder}.")
 
 
+def _new_from_script(script: Path, name: str | None, folder: Path | None, *, as_json: bool) -> None:
+    """Write an experiment that trains a script's module, and print what was taken over and what is left to do."""
+    from fedloom.cli.script import Conversion
+    from fedloom.cli.tables import print_table
+    from fedloom.errors import ExperimentError, argument
+
+    if folder is not None:
+        message = f"TEMPLATE and {argument('from')} cannot be combined (got {name!r}); give only DIR."
+        raise ExperimentError(message, key="template", found=name)
+    target = Path(name or script.stem)
+    made = Conversion(script, target.absolute().name)
+    files = made.files()
+    write_folder(target, [(file, text.encode()) for file, text in files.items()])
+    if as_json:
+        told = {"folder": str(target.absolute()), "files": [*files], "taken": made.taken, "left": made.left}
+        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+        return
+    print_table("", ["taken over", "script", "here"], made.taken, texts=range(3))
+    print_table("\n", ["left to do", "script", "what"], made.left, texts=range(3))
+    typer.echo(
+        f"\n{target} has {', '.join(files)}. Next: do what is left; README.md lists it, with the commands to run."
+    )
+
+
 def write_template(template: Template, folder: Path) -> None:
     """Write a template's files into a new or empty folder; remove them again if one cannot be written.
 
     Raise ExperimentError if the folder is a file or has files, and StorageError if it cannot be written.
     """
+    write_folder(folder, [(file, (TEMPLATES / template.name / file).read_bytes()) for file in template.files])
+
+
+def write_folder(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Write files into a new or empty folder, like :func:`write_template`."""
     from fedloom.core.files import storing
     from fedloom.errors import ExperimentError
 
@@ -91,14 +129,14 @@ def write_template(template: Template, folder: Path) -> None:
             what = "is not empty" if folder.is_dir() else "is a file"
             message = f"{folder} {what}; give a new or an empty folder. Nothing was changed."
             raise ExperimentError(message, key="dir", found=str(folder))
-        for file in template.files:
+        for file, content in files:
             path = folder / file
             for missing in _missing(path.parents):
                 missing.mkdir()
                 undo.callback(missing.rmdir)
             with path.open("xb") as target:  # never overwrites, even what appears meanwhile
                 undo.callback(path.unlink)
-                target.write((TEMPLATES / template.name / file).read_bytes())
+                target.write(content)
         undo.pop_all()
 
 
