@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.algorithms.catalogue import PROTECTIONS, method_entries
 from fedloom.algorithms.local_sgd import RateSchedule
+from fedloom.cli.completion import KEYS
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.engine.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.evaluation.plan import EvaluationPlan
@@ -32,6 +33,9 @@ METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
 PRIVACY_PAGE = Path(__file__).parent / "privacy.md"
 SEARCH_PAGE = Path(__file__).parent / "search.md"
 KUBEFLOW_PAGE = Path(__file__).parent / "kubeflow.md"
+
+DEEPEST = 5
+"""Levels of keys that are completed."""
 
 SUMMED_WITH = {"drfa": {"replace": False, "gamma": 0}}
 """Settings with which a method's answers can be summed, where they cannot by default."""
@@ -337,6 +341,28 @@ def _rows(
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def completed_keys() -> str:
+    """Return the keys for completion by a shell, with their descriptions and names to choose from, as JSON."""
+    schema = json_schema()
+    found: dict[str, tuple[str, list[str]]] = {}
+    _add_keys(schema, schema, "", found)
+    lines = (f"{json.dumps(key)}: {json.dumps(about, ensure_ascii=False)}" for key, about in sorted(found.items()))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _add_keys(node: Schema, schema: Schema, prefix: str, found: dict[str, tuple[str, list[str]]]) -> None:
+    for key, child in node.get("properties", {}).items():
+        inner = branches(child, schema)
+        names = [
+            name for branch in inner for name in branch.get("enum", [branch["const"]] if "const" in branch else [])
+        ]
+        about = child.get("description") or inner[0].get("description", "")
+        before = found.setdefault(f"{prefix}{key}", (about.partition("\n")[0], []))
+        before[1].extend(name for name in names if isinstance(name, str) and name not in before[1])
+        for branch in inner if prefix.count(".") < DEEPEST else ():
+            _add_keys(branch, schema, f"{prefix}{key}.", found)
+
+
 def _default(node: Schema, key: str, value: Any) -> str:
     if key in node.get("required", ()):
         return "required"
@@ -349,6 +375,7 @@ def _default(node: Schema, key: str, value: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    KEYS.write_text(completed_keys(), encoding="utf-8")
     SCHEMA.write_text(f"{json.dumps(editor_schema(), ensure_ascii=False)}\n", encoding="utf-8")
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")
     LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

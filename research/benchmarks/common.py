@@ -76,10 +76,9 @@ def import_torch_s() -> float:
     return time.perf_counter() - started
 
 
-def resident_bytes(process: int, peak: bool = False) -> int:
-    """Return the resident memory of a process, now or at its peak; 0 if it has ended."""
-    key = "VmHWM:" if peak else "VmRSS:"
-    found = [line for line in _lines(f"/proc/{process}/status") if line.startswith(key)]
+def resident_bytes(process: int, kind: str = "VmRSS") -> int:
+    """Return the resident memory of a process: now, at its peak (VmHWM), or anonymous (RssAnon); 0 if it has ended."""
+    found = [line for line in _lines(f"/proc/{process}/status") if line.startswith(f"{kind}:")]
     return int(found[0].split()[1]) * 1024 if found else 0
 
 

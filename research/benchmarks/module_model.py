@@ -46,7 +46,7 @@ def main() -> None:
         visit = make(MODELS[options.models[0]])
         for _ in range(VISITS):
             visit()
-        print(resident_bytes(os.getpid(), peak=True))
+        print(resident_bytes(os.getpid(), "VmHWM"))
         return
     about = machine()
     print(describe(about))

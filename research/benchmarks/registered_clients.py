@@ -83,7 +83,7 @@ def measure(clients: int, seconds: float) -> dict[str, float]:
             figures[f"p95_{size}_s"] = percentile(latencies, 0.95)
             figures[f"models_per_s_{size}"] = size * len(latencies) / sum(latencies)
         figures["rss_personalized"] = resident_bytes(os.getpid())
-        figures["rss_peak"] = resident_bytes(os.getpid(), peak=True)
+        figures["rss_peak"] = resident_bytes(os.getpid(), "VmHWM")
     return figures
 
 

@@ -212,7 +212,7 @@ def measure_workers(folder: Path, workers: int, clients: int, cohort: int, round
         found["journal_of_evaluation"] = journal.stat().st_size
         found |= _rounds(federation, rounds)
         found["rss_rounds"] = resident_bytes(federation.pid)
-        found["rss_peak"] = resident_bytes(federation.pid, peak=True)
+        found["rss_peak"] = resident_bytes(federation.pid, "VmHWM")
         before, joined = federation.rounds(), len(federation.joins())
         assert federation.aggregator is not None
         federation.aggregator.kill()

@@ -69,7 +69,7 @@ def cohort_round(aggregator: Aggregator, summation: Summation, number: int, clie
         "cpu_s": time.process_time() - before,
         "wall_s": time.perf_counter() - started,
         "bytes": float(socket_bytes() - sockets),
-        "peak": float(resident_bytes(os.getpid(), peak=True)),
+        "peak": float(resident_bytes(os.getpid(), "VmHWM")),
     }
     if not torch.allclose(server.received, server.state["theta"], atol=1e-4):
         raise RuntimeError("a sum that is not that of the answers")

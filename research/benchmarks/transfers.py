@@ -5,8 +5,9 @@
 
 ``bytes`` sends a model to a worker and its update back through a proxy that ends the connection after every so many MB
 in one direction, and prints what the proxy has carried, as a multiple of the model. ``memory`` runs two rounds of
-FedAvg with a perceptron of 200 MB, and one client per worker; it prints the peak resident memory of the aggregator and
-of its largest worker, above that of the same run with a small model, as a multiple of the large one.
+FedAvg with a perceptron of 200 MB, and one client per worker; it prints the peak memory of the aggregator and of its
+largest worker, above that of the same run with a small model, as a multiple of the large one: anonymous memory
+(RssAnon, sampled every 10 ms), and all resident memory (VmHWM), which includes pages of files that the system can drop.
 """
 
 from __future__ import annotations
@@ -147,19 +148,25 @@ runtime: {{workers: {workers}}}
 """
 
 
-def peaks(workers: int, width: int, secure: bool) -> tuple[int, int, int]:
-    """Return the peak memory of the aggregator and of the largest worker, and the size of the model."""
+def peaks(workers: int, width: int, secure: bool) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Return the peaks (anonymous, resident) of the aggregator and of the largest worker, and the size of the model."""
     with tempfile.TemporaryDirectory() as folder:
         sums = ", secure_aggregation: {}" if secure else ""
         path = Path(folder) / "memory.yaml"
         path.write_text(EXPERIMENT.format(workers=workers, width=width, secure=sums))
         command = [sys.executable, "-m", "fedloom", "run", str(path), "--no-report", "--out", str(Path(folder) / "run")]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        highest: dict[int, int] = {}
+        highest: dict[int, tuple[int, int]] = {}
         while process.poll() is None:
             for number in descendants(process.pid):
-                highest[number] = max(highest.get(number, 0), resident_bytes(number, peak=True))
-            time.sleep(0.05)
+                highest.setdefault(number, (0, 0))
+            for _ in range(100):
+                for number, (anonymous, resident) in highest.items():
+                    highest[number] = (
+                        max(anonymous, resident_bytes(number, "RssAnon")),
+                        max(resident, resident_bytes(number, "VmHWM")),
+                    )
+                time.sleep(0.01)
         if process.returncode:
             raise SystemExit(process.stderr.read() if process.stderr else "the run failed")
         aggregator = highest.pop(process.pid)
@@ -171,8 +178,9 @@ def measure_memory(options: argparse.Namespace) -> None:
     *small, _ = peaks(options.workers, 8, options.secure)
     *large, size = peaks(options.workers, 6_700, options.secure)
     rows = [
-        [side, f"{(high - low) / size:.2f}", f"{low / MB:.0f} MB"]
-        for side, high, low in zip(("aggregator", "worker"), large, small, strict=True)
+        [f"{side}, {kind}", f"{(high - low) / size:.2f}", f"{low / MB:.0f} MB"]
+        for side, highs, lows in zip(("aggregator", "worker"), large, small, strict=True)
+        for kind, high, low in zip(("anonymous", "resident"), highs, lows, strict=True)
     ]
     print(f"model of {size / MB:.0f} MB, {options.workers} workers{', secure sums' if options.secure else ''}")
     print(table(["process", "peak above baseline / model", "baseline"], rows))

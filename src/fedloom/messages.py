@@ -23,6 +23,8 @@ from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, dataclass_tr
 import torch
 from torch import Tensor
 
+from fedloom.core.memory import spooled
+
 
 class Quantity(StrEnum):
     """Meaning of a tensor on the wire. The values are the names in ``protos/fedloom/v1``."""
@@ -346,7 +348,7 @@ def stack(cls: type[M], answers: Sequence[M | None]) -> M | None:
     given = next((answer for answer in answers if answer is not None), None)
     if given is None:
         return None
-    absent = {name: torch.zeros_like(tensor) for name, tensor in given.tensors().items()}
+    absent = {name: tensor.new_zeros(()).expand_as(tensor) for name, tensor in given.tensors().items()}
     rows = [absent if answer is None else answer.tensors() for answer in answers]
     return cls(**{name: _joined([row[name] for row in rows]) for name in absent})
 
@@ -363,7 +365,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
             or not part.is_contiguous()
             or part.untyped_storage().data_ptr() != block
         ):
-            return torch.cat(list(parts))
+            file = spooled(len(parts) * first.nbytes)
+            out = None if file is None else torch.frombuffer(file, dtype=first.dtype).view(-1, *first.shape[1:])
+            return torch.cat(list(parts), out=out)
     return first.as_strided((len(parts) * first.shape[0], *first.shape[1:]), first.stride())
 
 

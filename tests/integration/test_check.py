@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,6 +14,8 @@ from facts import mentions
 from vowel_data import vowel_experiment
 
 from fedloom.algorithms.base import find_algorithm
+from fedloom.algorithms.requirements import Need
+from fedloom.cli.check import NEEDS
 from fedloom.engine import check
 from fedloom.errors import ExitCode
 
@@ -95,11 +97,6 @@ BAD: dict[str, tuple[list[str], int, list[str]]] = {
     ),
     "missing tracker": (["tracking=[nowhere]"], ExitCode.EXPERIMENT, ["tracking", "nowhere"]),
     "folder in use": ([], ExitCode.EXPERIMENT, ["taken", "--out"]),
-    "own data without folders": (
-        ["data={own: {input_shape: [9], kind: features, classes: [a, b]}}"],
-        ExitCode.EXPERIMENT,
-        ["--data"],
-    ),
 }
 
 
@@ -234,6 +231,25 @@ def test_long_training_is_cut_short_and_counted(fedloom: Fedloom, tmp_path: Path
     steps = 3 * 1_000_000  # of a round; a step takes far more than a microsecond
     assert facts["estimate"]["round_seconds"] > steps * 1e-6
     assert facts["communication"]["payload_up"]["total"] > 0
+
+
+def test_own_data_without_folders_are_checked_as_far_as_possible(fedloom: Fedloom, tmp_path: Path) -> None:
+    own = {"own": {"kind": "features", "input_shape": [2], "classes": ["a", "b"]}}
+    privacy = {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-3}
+    file = written(tmp_path, data=own, federation={**ROUNDS, "min_clients": 4, "privacy": privacy})
+    facts = facts_of(fedloom, file)
+    assert [facts["data"][key] for key in ("partition", "seen", "unseen", "classes")] == ["not given", None, None, 2]
+    assert (facts["model"]["parameters"], facts["estimate"]) == ((2 * 4 + 4) + (4 * 2 + 2), None)
+    assert facts["privacy"]["epsilon"] > 0
+    code, out, _ = fedloom("check", file)
+    assert (code, mentions(out, "--data DIR", "fedloom aggregator", "2 classes")) == (0, True)
+    for bad, named in (("model={name: lenet}", "lenet"), ("tracking=[nowhere]", "nowhere")):
+        code, _, err = fedloom("check", file, "--set", bad)
+        assert (code, mentions(err, named)) == (ExitCode.EXPERIMENT, True)
+
+
+def test_requirements_of_methods_are_sentences() -> None:
+    assert {*NEEDS, "labels"} == set(get_args(Need))
 
 
 def test_own_data_by_their_folders(fedloom: Fedloom, tmp_path: Path) -> None:

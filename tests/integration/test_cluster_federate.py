@@ -391,12 +391,14 @@ def test_a_federation_is_submitted_inspected_and_stopped(place: Place, settings_
     run_id = said.rpartition("run id ")[2].partition(",")[0]
     assert command("status", run_id).splitlines()[0] == command("status").splitlines()[0]
     assert f"run {place.storage}/runs/small-" in command("status", name)
+    (told,) = json.loads(command("status", "--json"))
+    assert (told["name"], told["workers"], told["run_id"]) == (name, 2, run_id)
     until(lambda: command("logs", name) == "aggregator says hello\n", "a log")
     until(lambda: command("logs", run_id, "--worker", 1) == "worker says hello\n", "a worker's log")
     assert "no pod of its worker 2 of 2" in command("logs", name, "--worker", 2, code=2)
     assert name in command("status", "nobody", code=2)  # the message lists existing federations
-    said = command("stop", name)
-    assert f"{place.storage}/runs/small-" in said
+    told = json.loads(command("stop", name, "--json"))
+    assert told["run"].startswith(f"{place.storage}/runs/small-")
     until(place.nothing_left, "the end of all objects")
     assert "no federation" in command("status")
     assert name in command("stop", name, code=2)

@@ -127,12 +127,15 @@ class KubeflowApi:
         that ends in ``(N)`` is an attempt after the first.
     archives
         Whether Argo archives the logs of pods.
+    tag
+        Release that the user interface, which passes requests on, adds to the health.
     """
 
     namespaces: tuple[str, ...] = ()
     token: str | None = None
     login_page: bool = False
     archives: bool = True
+    tag: str = ""
     pipelines: dict[str, Json] = field(default_factory=dict)
     versions: dict[str, Json] = field(default_factory=dict)
     experiments: dict[str, Json] = field(default_factory=dict)
@@ -155,7 +158,8 @@ class KubeflowApi:
     # Requests, by method and path; arguments are the path's parts, the query and the body.
 
     def healthz(self, query: Json, body: Any) -> Json:
-        return {"multi_user": bool(self.namespaces), "pipeline_store": "database"}
+        told = {"apiServerReady": True, "frontendTagName": self.tag} if self.tag else {}
+        return {"multi_user": bool(self.namespaces), "pipeline_store": "database", **told}
 
     def list_pipelines(self, query: Json, body: Any) -> Json:
         self.may(query.get("namespace"))

@@ -48,7 +48,8 @@ def metadata(out: Path, task: str, artifact: str) -> dict[str, Any]:
 def personalized(small_run: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the output folder of the small experiment's pipeline."""
     out = tmp_path_factory.mktemp("pipeline") / "out"
-    fedloom("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
+    told = json.loads(fedloom("pipeline", "local", "personalized_federation", small_run[0], "--out", out, "--json"))
+    assert told["run"] == str(out / "run")
     return out
 
 

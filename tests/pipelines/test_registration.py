@@ -278,7 +278,8 @@ def test_the_command_registers_with_the_environments_registry_and_token(
     ended = fedloom_register(str(run), "--registry", registry.url, "--version", "v")
     assert (ended.exit_code, mentions(ended.stdout, "reg_1", "v", registry.url)) == (0, True)
     monkeypatch.setenv("FEDLOOM_REGISTRY", registry.url)
-    assert fedloom_register(str(run), "--version", "v").exit_code == 0
+    again = fedloom_register(str(run), "--version", "v", "--json")
+    assert (json.loads(again.stdout)["version"], json.loads(again.stdout)["created"]) == ("v", False)
     assert len(registry.objects["model_versions"]) == 1
     monkeypatch.delenv("FEDLOOM_REGISTRY")
     assert isinstance(fedloom_register(str(run)).exception, ExperimentError)

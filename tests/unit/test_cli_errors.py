@@ -148,7 +148,7 @@ def test_sigterm_ends_a_command_that_is_still_importing() -> None:
     program = (
         "import os, signal, time\n"
         "from fedloom.cli import main\n"
-        "main.app = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))\n"
+        "main.app = lambda **_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))\n"
         "main.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from fedloom.core import digests
 from fedloom.errors import DataError
 from fedloom.federation.states import States
-from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints, decode_tensors, encode_tensors
+from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints, decode_tensors, tensor_parts
 from fedloom.runs.files import DIGESTS
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Version
@@ -213,6 +214,11 @@ def test_a_digest_chain_of_any_objects(values: list[dict[str, Any]], rng: random
 TENSORS = {"theta": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(True), "none": torch.zeros(0, 2)}
 
 
+def encode_tensors(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
+    """Return a file as bytes."""
+    return b"".join(tensor_parts(tensors, about))
+
+
 def test_written_tensors_are_read() -> None:
     tensors, about = decode_tensors(encode_tensors(TENSORS, {"b": [1, None], "a": "é\n\"'"}))
     assert about == {"b": [1, None], "a": "é\n\"'"}
@@ -220,6 +226,14 @@ def test_written_tensors_are_read() -> None:
         name: (t.dtype, t.tolist()) for name, t in TENSORS.items()
     }
     assert decode_tensors(encode_tensors({}, {}))[0] == {}
+
+
+def test_bytes_are_those_of_safetensors() -> None:
+    kinds = (torch.int64, torch.float64, torch.float32, torch.int32, torch.bfloat16, torch.float16, torch.int16)
+    tensors = {f"{name}{kind}": torch.arange(3).to(kind) for kind in (*kinds, torch.int8) for name in ('"é/', "b", "a")}
+    content = encode_tensors({**tensors, **TENSORS}, {"a": "é"})
+    text = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    assert content == safetensors.torch.save({**tensors, **TENSORS}, metadata=text)
 
 
 def test_equal_contents_give_equal_bytes() -> None:

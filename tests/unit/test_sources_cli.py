@@ -1,4 +1,4 @@
-"""``fedloom data fetch`` and ``fedloom data list``: output and errors."""
+"""``fedloom data fetch`` and ``fedloom datasets``: output and errors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Run]:
-    """Run ``fedloom data`` with ``tmp_path/root`` as the data root; return exit code, output and errors."""
+    """Run ``fedloom data`` or ``datasets`` on the data root ``tmp_path/root``; return exit code, output and errors."""
     logger = logging.getLogger("fedloom")
     level = logger.level
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "root"))
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedloom", "data", *map(str, arguments)])
+        group = [] if arguments[0] == "datasets" else ["data"]
+        monkeypatch.setattr(sys, "argv", ["fedloom", *group, *map(str, arguments)])
         with pytest.raises(SystemExit) as exited:
             main()
         out, err = capsys.readouterr()
@@ -122,7 +123,7 @@ def test_a_single_owner_is_named(fetch: Run, tmp_path: Path) -> None:
 
 def test_the_list_shows_local_datasets(data: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def listed() -> dict[str, dict[str, Any]]:
-        code, out, _ = data("list", "--json")
+        code, out, _ = data("datasets", "--json")
         assert code == 0
         return {about["name"]: about for about in json.loads(out)}
 
@@ -142,7 +143,7 @@ def test_the_list_shows_local_datasets(data: Run, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "elsewhere"))
-    code, out, _ = data("list")
+    code, out, _ = data("datasets")
     assert code == 0
     assert max(map(len, out.splitlines()[:-1])) <= 80
     for name, source in DATASETS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_clean(folder: Path) -> None:
     assert isinstance(clean().exception, ExperimentError)
     assert isinstance(clean("--older-than", "soon").exception, ExperimentError)
     assert "run-4" in clean("--keep", "2", "--dry-run").output
+    assert json.loads(clean("--keep", "2", "--dry-run", "--json").output)["runs"][0]["name"] == "run-4"
     assert left(folder) == ["run-1", "run-2", "run-3", "run-4"]
     output = clean("--keep", "2").output
     assert "run-4" in output

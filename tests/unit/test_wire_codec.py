@@ -5,6 +5,7 @@ import contextlib
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from fedloom.core.memory import SPOOLED_BYTES
 from fedloom.federation.transport import Call, ConversationKey
 from fedloom.messages import Message, Quantity, broadcast, rows, stack
 from fedloom.transport import stream
@@ -174,17 +176,46 @@ def test_decoded_tensors_are_aligned_and_writable():
         tensor.zero_()
 
 
+class Vectors(Message):
+    a: Tensor = rows(Quantity.MODEL)
+
+
 def small():
     return Everything(torch.randn(1, 4), torch.randn(2), torch.tensor([True]))
 
 
-@pytest.mark.parametrize("nbytes", [0, 10, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 3])
+@pytest.mark.parametrize("nbytes", [0, 10, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 3, SPOOLED_BYTES + 3])
 def test_memory_is_aligned_writable_and_of_the_requested_size(nbytes):
     flat = memory(nbytes)
     assert (flat.shape, flat.dtype) == ((nbytes,), torch.uint8)
     assert flat.data_ptr() % 64 == 0
     flat.fill_(7)
     assert int(flat.sum()) == 7 * nbytes
+
+
+def descriptors_of_deleted_files():
+    links = [entry.readlink().name for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(name.endswith("(deleted)") for name in links)
+
+
+def test_very_large_memory_is_a_file_of_its_own_while_it_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = descriptors_of_deleted_files()
+    flat = memory(SPOOLED_BYTES)
+    assert descriptors_of_deleted_files() == before + 1
+    assert list(tmp_path.iterdir()) == []  # without a name
+    parts = [torch.full((1, SPOOLED_BYTES // 4), value) for value in (1.0, 2.0)]
+    joined = stack(Vectors, [Vectors(parts[0]), None, Vectors(parts[1])]).a
+    assert torch.equal(joined, torch.cat([parts[0], torch.zeros_like(parts[0]), parts[1]]))
+    del flat, joined
+    assert descriptors_of_deleted_files() == before
+
+
+def test_memory_is_plain_if_the_folder_has_no_space(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    flat = memory(SPOOLED_BYTES)
+    flat.fill_(7)
+    assert int(flat.sum()) == 7 * SPOOLED_BYTES
 
 
 def test_a_total_that_differs_from_the_specs_is_rejected():

@@ -185,16 +185,19 @@ class FedAvgServer(SharedModelServer):
         return self.method.update_bounds(self.settings, examples)
 
     def aggregate(self, shared: Tensor, updates: Replies[Any]) -> Tensor:
-        """Return the shared part after a round."""
+        """Return the shared part after a round; ``shared`` itself must not change, because a round may fail."""
         return self.method.aggregate(shared, updates, self.settings)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Let a cohort train the shared model, and aggregate the updates."""
         updates = round.sample().send(SharedModel(self.state["theta"]), self.method.update)
-        theta = self.state["theta"].clone()
+        theta = self.state["theta"]
         shared = theta[self._part]
-        theta[self._part] = self.averaged(shared, updates, self.aggregate(shared, updates))
-        self.state["theta"] = theta
+        moved = self.averaged(shared, updates, self.aggregate(shared, updates))
+        if self.method.sends_all:
+            theta = theta.clone()
+            theta[self._part] = moved
+        self.state["theta"] = theta if self.method.sends_all else moved.to(theta.dtype)
         return base.statistics_of(updates) | norms_of(updates, self.settings)
 
 
@@ -288,8 +291,7 @@ class FedAvg(base.Algorithm):
 
     def aggregate(self, shared: Tensor, updates: Replies[Any], s: Any) -> Tensor:
         """Return the shared part after a round: θ + lr Σ p_i Δθ_i."""
-        change: Tensor = s.server_lr * mean_update(updates, s)
-        return shared + change
+        return mean_update(updates, s).mul_(s.server_lr).add_(shared)
 
     def personalize(
         self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any
@@ -348,7 +350,7 @@ class FedAvg(base.Algorithm):
         layout, trained = setup.model.layout, self.part(setup)
         is_kept = layout.mask(self.kept(setup.model, s))[trained]
         if not is_kept.any():  # their places are not needed, and would take twice the memory of the model
-            return Division(trained, torch.arange(0), is_kept[:0], None)
+            return Division(trained, torch.arange(0), torch.zeros(0, dtype=torch.bool), None)
         part = torch.arange(layout.size)[trained]
         first = setup.model.init(torch.Generator().manual_seed(setup.seed), setup.dtype)
         return Division(trained, part, is_kept, first[part[is_kept]])

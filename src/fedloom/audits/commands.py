@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import Checkpoint, OwnFolders, Set, refuse_options
+from fedloom.cli.results import CommandResult
 from fedloom.core.words import pluralize
 
 
@@ -18,6 +20,7 @@ def audit_command(
         typer.Argument(
             help="The run's folder; with --canaries an experiment file.",
             metavar="RUN|EXPERIMENT",
+            autocompletion=complete_runs,
         ),
     ],
     canaries: Annotated[
@@ -53,17 +56,17 @@ def audit_command(
     ] = None,
     checkpoint: Checkpoint = "last",
     data: OwnFolders = None,
-) -> None:
+) -> CommandResult:
     """Attack a run: membership inference, canaries. Results go to audit.json and the report."""
     from fedloom.errors import ExperimentError
+    from fedloom.runs.files import AUDIT
+    from fedloom.runs.folder import RunFolder
 
     if canaries is None:
         of_canaries = {"--norm": norm, "--set": set_ or None, "--out": out, "--partition": partition}
         refuse_options(of_canaries, "needs --canaries.")
         if Path(where).is_file():
             raise ExperimentError(f"{where} is an experiment; give --canaries to audit it.", key="canaries")
-        from fedloom.runs.folder import RunFolder
-
         RunFolder.open(where)  # fail early, before torch is imported
         from fedloom.audits.run_audit import audit_run
 
@@ -77,7 +80,7 @@ def audit_command(
 
         options = CanaryOptions(canaries, of, out, partition, norm, data=tuple(data or ()))
         run = audit_with_canaries(experiments.load_experiment(where, set_ or ()), options, Watch())
-    show_audit(run)
+    return CommandResult(RunFolder.open(run).json(AUDIT), lambda: show_audit(run))
 
 
 def show_audit(run: Path) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
-from fedloom.cli.options import Json
+from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
     from fedloom.core.settings import Settings
 
 
-def methods_command(as_json: Json = False) -> None:
+def methods_command() -> CommandResult:
     """List the methods, with their papers, what they need, and what can protect their clients."""
     from fedloom.algorithms.catalogue import PROTECTIONS, method_entries
     from fedloom.cli.tables import print_table
     from fedloom.tasks.registry import OWN_TASKS
 
     entries = method_entries()
-    if as_json:
-        typer.echo(json.dumps([asdict(entry) for entry in entries], indent=2, ensure_ascii=False))
-        return
     rows = [
         [
             entry.name,
@@ -38,33 +33,37 @@ def methods_command(as_json: Json = False) -> None:
         for entry in entries
     ]
     headings = ["algorithm.name", "method", "arXiv", "tasks", "needs", *PROTECTIONS]
-    print_table("", headings, rows, texts=range(len(headings)))
-    typer.echo("\n--json gives the reasons. Each method has a page in docs/algorithms, with its keys.")
+
+    def show() -> None:
+        print_table("", headings, rows, texts=range(len(headings)))
+        typer.echo("\n--json gives the reasons. Each method has a page in docs/algorithms, with its keys.")
+
+    return CommandResult(entries, show)
 
 
-def models_command(as_json: Json = False) -> None:
+def models_command() -> CommandResult:
     """List the models, with the inputs that they accept and their keys."""
     from fedloom.models.registry import ModelSettings
 
-    _print_choices("model.name", get_args(ModelSettings), as_json, accepts="takes")
+    return _choices("model.name", get_args(ModelSettings), accepts="takes")
 
 
-def schemes_command(as_json: Json = False) -> None:
+def schemes_command() -> CommandResult:
     """List the schemes that assign the examples of a data set to clients, with their keys."""
     from fedloom.data.schemes import Scheme
 
-    _print_choices("data.partition.scheme", get_args(get_args(Scheme)[0]), as_json)
+    return _choices("data.partition.scheme", get_args(get_args(Scheme)[0]))
 
 
-def tasks_command(as_json: Json = False) -> None:
+def tasks_command() -> CommandResult:
     """List the prediction tasks, with their keys."""
     from fedloom.tasks.registry import TASKS
 
-    _print_choices("task.name", [type(task) for task in TASKS], as_json)
+    return _choices("task.name", [type(task) for task in TASKS])
 
 
-def _print_choices(key: str, choices: Iterable[type[Settings]], as_json: bool, accepts: str = "") -> None:
-    """Print the classes that a key of an experiment chooses between: names, sentences, inputs and further keys."""
+def _choices(key: str, choices: Iterable[type[Settings]], accepts: str = "") -> CommandResult:
+    """Return the classes that a key of an experiment chooses between: names, sentences, inputs and further keys."""
     from fedloom.cli.tables import print_table
     from fedloom.core.words import first_sentence
 
@@ -77,10 +76,11 @@ def _print_choices(key: str, choices: Iterable[type[Settings]], as_json: bool, a
         keys = {name: field.description for name, field in fields.items() if name != own}
         entries.append({**entry, **inputs, "keys": keys})
     entries.sort(key=operator.itemgetter("name"))
-    if as_json:
-        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
-        return
     headings = [key, "description", *(["inputs"] if accepts else []), "keys"]
     rows = [[each if isinstance(each, str) else ", ".join(each) for each in entry.values()] for entry in entries]
-    print_table("", headings, rows, texts=range(len(headings)))
-    typer.echo("\nKeys with their values: docs/experiment-keys.md, or --json")
+
+    def show() -> None:
+        print_table("", headings, rows, texts=range(len(headings)))
+        typer.echo("\nKeys with their values: docs/experiment-keys.md, or --json")
+
+    return CommandResult(entries, show)

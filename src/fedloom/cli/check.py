@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import typer
 
-from fedloom.cli.options import ExperimentFile, Json, Set, with_options
+from fedloom.cli.options import ExperimentFile, Set, with_options
+from fedloom.cli.results import CommandResult
 from fedloom.core.memory import collection_paused
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.engine.options import RunOptions
@@ -18,9 +18,20 @@ from fedloom.errors import FedloomError
 TITLE_WIDTH, WIDTH = 10, 100
 """Characters of a line's title, and of a line."""
 
+NEEDS = {
+    "head": "there are layers before the last one",
+    "linear head": "the last layer is linear",
+    "features": "the input of the last layer can be used",
+    "default loss": "the loss is the task's",
+    "no buffers": "no buffer moves in training",
+    "any vector": "any parameter vector is a valid model",
+    "normalization": "there are normalization layers",
+}
+"""Requirements of methods on the model (``algorithms/requirements.py``), as met."""
+
 
 @with_options(without=("resume", "replay", "publish", "report"))
-def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = None, as_json: Json = False) -> None:
+def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = None) -> CommandResult:
     """Check an experiment before its run: errors, data, traffic, privacy, time. Creates no run, and trains no model."""
     settings = None
     try:
@@ -32,22 +43,19 @@ def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = N
         facts = check_experiment(settings, options)
     except FedloomError as first:  # it ends the command, like the run
         others = [] if settings is None else other_errors(settings, options, first)
-        if as_json:
-            errors = [
-                {"message": error.message, "hint": error.hint, "key": error.key, "exit_code": int(error.exit_code)}
-                for error in (first, *others)
-            ]
-            typer.echo(json.dumps({"valid": False, "exit_code": int(first.exit_code), "errors": errors}, indent=2))
-        else:
+
+        def show_others() -> None:
             for error in others:
                 typer.echo(f"error: {error}", err=True)
-        raise
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-        return
-    for title, text in _lines(facts):
-        lines = textwrap.wrap(text, WIDTH - TITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
-        typer.echo(f"{title:{TITLE_WIDTH}}" + f"\n{'':{TITLE_WIDTH}}".join(lines))
+
+        return CommandResult({"valid": False}, show_others, [first, *others])
+
+    def show() -> None:
+        for title, text in _lines(facts):
+            lines = textwrap.wrap(text, WIDTH - TITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
+            typer.echo(f"{title:{TITLE_WIDTH}}" + f"\n{'':{TITLE_WIDTH}}".join(lines))
+
+    return CommandResult(facts, show)
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -97,6 +105,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _data(data: dict[str, Any]) -> str:
     place, examples = data["partition"], data["train_examples"]
+    if place == "not given":
+        return (
+            f"Each client has data of its own, of {pluralize(data['classes'] or 0, 'class', 'classes')}. Their folders "
+            "are not given, so neither they nor traffic and time are checked; add --data DIR, once for each folder. "
+            "Without it only `fedloom aggregator` can run the experiment."
+        )
     clients = f"{pluralize(data['seen'], 'client')} of {data['dataset']} train and {data['unseen']:,} are held out"
     text = f"{clients}; {pluralize(data['classes'], 'class', 'classes')}." if data["classes"] else f"{clients}."
     if examples is not None:
@@ -122,7 +136,8 @@ def _privacy(privacy: dict[str, Any]) -> str:
 
 def _method(facts: dict[str, Any]) -> str:
     method, rounds = facts["method"], facts["rounds"]
-    needs = f" The model has what the method needs: {', '.join(method['needs'])}." if method["needs"] else ""
+    met = ", ".join(NEEDS.get(need, need) for need in method["needs"])
+    needs = f" The model meets the method's requirements: {met}." if met else ""
     states = " Clients keep a state between rounds." if method["keeps_states"] else ""
     if rounds == 0:
         return f"{method['name']} has no rounds, and the clients are evaluated once.{needs}"

@@ -1,4 +1,4 @@
-"""``fedloom data fetch``, ``fedloom data list`` and ``fedloom partition``."""
+"""``fedloom datasets``, ``fedloom data fetch`` and ``fedloom partition``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.api.progress import show_progress
-from fedloom.cli.options import ExperimentFile, Json, Set
+from fedloom.cli.completion import completed_values
+from fedloom.cli.options import ExperimentFile, Set
+from fedloom.cli.results import CommandResult
 from fedloom.core.files import storing
 from fedloom.core.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.data.datasets import Dataset, RawDataset
+    from fedloom.data.manifest import Manifest
 
 
 def fetch_command(
-    name: Annotated[str, typer.Argument(help="The data set, such as fashion-mnist.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="The data set, such as fashion-mnist.", autocompletion=completed_values("data.dataset")),
+    ],
     copy_from: Annotated[
         Path | None,
         typer.Option(
@@ -26,7 +32,7 @@ def fetch_command(
             help="Read the files from this folder and replace stored ones: the official ones, plain or .gz, or LEAF's.",
         ),
     ] = None,
-) -> None:
+) -> CommandResult:
     """Fetch a data set. It is verified and stored where experiments look for it.
 
     The folder is $FEDLOOM_DATA, by default ~/.cache/fedloom.
@@ -42,8 +48,8 @@ def fetch_command(
         )
         report(f"{name}: reading", 0, None)
         official = datasets.load_dataset(source)
-    typer.echo(f"{name} is in {folder}")
-    typer.echo(description(source, official))
+    facts = {"name": name, "folder": folder, "train": len(official.train), "test": len(official.test)}
+    return CommandResult(facts, f"{name} is in {folder}\n{description(source, official)}")
 
 
 def description(source: Dataset, official: RawDataset) -> str:
@@ -62,10 +68,8 @@ def description(source: Dataset, official: RawDataset) -> str:
     return f"{source.title}: {examples}, {classes}; {whose}\nlicence: {source.licence}"
 
 
-def list_command(as_json: Json = False) -> None:
+def datasets_command() -> CommandResult:
     """List the data sets. Shows their size on this machine, if fetched, and their licences."""
-    import json
-
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Table
@@ -75,20 +79,16 @@ def list_command(as_json: Json = False) -> None:
 
     home = data_root()
     sizes = {name: datasets.size_on_disk(source, home) for name, source in datasets.DATASETS.items()}
-    if as_json:
-        keys = ("title", "licence", "synthetic")
-        about = [
-            {
-                "name": name,
-                **{key: getattr(source, key) for key in keys},
-                **{key: getattr(source.spec, key) for key in ("kind", "input_shape", "classes")},
-                "bytes": sizes[name],
-                "folder": None if sizes[name] is None else str(source.folder(home)),
-            }
-            for name, source in datasets.DATASETS.items()
-        ]
-        typer.echo(json.dumps(about, indent=2))
-        return
+    facts = [
+        {
+            "name": name,
+            **{key: getattr(source, key) for key in ("title", "licence", "synthetic")},
+            **{key: getattr(source.spec, key) for key in ("kind", "input_shape", "classes")},
+            "bytes": sizes[name],
+            "folder": None if sizes[name] is None else source.folder(home),
+        }
+        for name, source in datasets.DATASETS.items()
+    ]
     table = Table("name", "title", "size", "licence", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in table.columns[:3]:
         column.no_wrap = True
@@ -101,8 +101,12 @@ def list_command(as_json: Json = False) -> None:
         else:
             here = "damaged" if source.folder(home).exists() else "not fetched"
         table.add_row(name, source.title, here, source.licence)
-    Console(highlight=False, markup=False).print(table)
-    typer.echo(f"\nData sets are in {home / 'datasets'}; to fetch one: fedloom data fetch NAME")
+
+    def show() -> None:
+        Console(highlight=False, markup=False).print(table)
+        typer.echo(f"\nData sets are in {home / 'datasets'}; to fetch one: fedloom data fetch NAME")
+
+    return CommandResult(facts, show)
 
 
 def partition_command(
@@ -120,7 +124,7 @@ def partition_command(
             "--fetch", help="Fetch the data set first if it is not on this machine, nor its partition published."
         ),
     ] = False,
-) -> None:
+) -> CommandResult:
     """Create or repair an experiment's partition."""
     import shutil
 
@@ -152,12 +156,10 @@ def partition_command(
         from fedloom.data import datasets
 
         if store is not None and (found := is_published(store, data.dataset, chosen)):
-            typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients, already in {out}")
-            return
+            return _clients_of(found, str(out), already=True)
         datasets.fetch_dataset(datasets.find_dataset(data.dataset), data.root)
     folder = partition_dataset(data.opened(), chosen, root=data.root, fix=True)
     manifest = FederatedDataset.open(folder).manifest
-    where = out or str(folder)
     if store is not None:
         publish(folder, store)
     elif out is not None:
@@ -165,4 +167,10 @@ def partition_command(
             Path(out).parent.mkdir(parents=True, exist_ok=True)
         with published(Path(out)) as staging:
             shutil.copytree(folder, staging, dirs_exist_ok=True)
-    typer.echo(f"{len(manifest.roster)} seen and {len(manifest.unseen)} unseen clients in {where}")
+    return _clients_of(manifest, out or str(folder), already=False)
+
+
+def _clients_of(manifest: Manifest, where: str, *, already: bool) -> CommandResult:
+    seen, unseen = len(manifest.roster), len(manifest.unseen)
+    text = f"{seen} seen and {unseen} unseen clients{', already' if already else ''} in {where}"
+    return CommandResult({"partition": where, "seen": seen, "unseen": unseen, "already": already}, text)

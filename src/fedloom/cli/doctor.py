@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import fedloom
-from fedloom.cli.options import ClientAccess, Json, with_options
+from fedloom.cli.options import ClientAccess, with_options
+from fedloom.cli.results import CommandResult
 from fedloom.core.address import split_address
 from fedloom.core.checks import CheckResult, checked
 from fedloom.core.plugins import capability, entries
@@ -44,9 +43,14 @@ def doctor_command(
     ] = None,
     store: Annotated[str | None, typer.Option(metavar="URL", help="Check that this store can be written to.")] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Check the current Kubernetes cluster.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Check this machine, and an aggregator, a store or a cluster; each problem comes with its remedy."""
+    kubeflow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL|FILE|in-cluster", help="Check this installation of Kubeflow, as for `fedloom pipeline`."
+        ),
+    ] = None,
+) -> CommandResult:
+    """Check this machine, and an aggregator, a store, a cluster or Kubeflow; each problem comes with its remedy."""
     findings = [*_machine()]
     if access.credentials is not None or aggregator is not None:
         findings += _aggregator(access, aggregator)
@@ -54,15 +58,14 @@ def doctor_command(
         findings.append(checked("store", lambda: _store(store)))
     if cluster:
         findings += capability("doctor-cluster", "--cluster")()
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False))
-    else:
-        for finding in findings:
-            typer.echo(f"{finding.state:<9}{finding.subject}: {finding.detail}")
-            if finding.remedy:
-                typer.echo(f"{'':9}{finding.remedy}")
-    if code := next((finding.code for finding in findings if finding.state == "error"), 0):
-        raise typer.Exit(code)
+    if kubeflow is not None:
+        findings += capability("doctor-kubeflow", "--kubeflow")(kubeflow)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.state:<9}{finding.subject}: {finding.detail}")
+        lines += [f"{'':9}{finding.remedy}"] if finding.remedy else []
+    code = next((finding.code for finding in findings if finding.state == "error"), 0)
+    return CommandResult(findings, "\n".join(lines), exit_code=code)
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

@@ -22,18 +22,12 @@ import fedloom
 from fedloom.cli import catalogue, check, data, doctor, new, pack, reproduce, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
+from fedloom.cli.results import Terminated, UsageError, as_command_failure, described, print_json
 from fedloom.core.logs import JsonLines, structured
 from fedloom.core.plugins import entries, missing_part
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure, termination_requested
 from fedloom.core.words import printable
-from fedloom.errors import (
-    STORAGE_FAILURES,
-    ExperimentError,
-    FedloomError,
-    InterruptedRun,
-    arguments_as_options,
-    as_storage_error,
-)
+from fedloom.errors import ExperimentError, FedloomError, arguments_as_options
 
 KEPT = "\n\t"
 """Unprintable characters that are kept in output."""
@@ -48,9 +42,8 @@ app = Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-data_app = Commands(help="Data sets, and clients' own data.")
+data_app = Commands(help="Files of data sets, and clients' own data.")
 data_app.command("fetch")(data.fetch_command)
-data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
 
 COMMANDS: dict[str, dict[str, Any]] = {
@@ -67,6 +60,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "reproduce": reproduce.reproduce_command,
     },
     "Choices for an experiment": {
+        "datasets": data.datasets_command,
         "methods": catalogue.methods_command,
         "models": catalogue.models_command,
         "schemes": catalogue.schemes_command,
@@ -170,7 +164,7 @@ def options(
 def main() -> NoReturn:
     """Run the command line and exit with the code of its outcome.
 
-    Typer itself ends usage errors with code 2 and Ctrl-C with 130; other exceptions are bugs and keep their traceback.
+    Typer itself ends Ctrl-C with 130; exceptions that are no failures are bugs and keep their traceback.
     """
     # Set before slow imports: the first process of a container has no default handler for SIGTERM.
     signal.signal(signal.SIGTERM, _terminated)
@@ -179,16 +173,16 @@ def main() -> NoReturn:
     listen_to_parent()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would repeat our messages on standard error
     try:
-        app()
-    except FedloomError as error:
-        _fail(error)
-    except _Terminated:
-        _fail(InterruptedRun("stopped on request"))
-    except OSError as error:
-        _fail(as_storage_error(error)) if error.errno in STORAGE_FAILURES else _fail_as_bug(error)
-    except Exception as error:
-        _fail_as_bug(error) if (missing := missing_part(error)) is None else _fail(ExperimentError(missing))
-    raise AssertionError("typer's app always exits")
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        if "--json" in sys.argv:
+            print_json(described([error]))
+        error.show()
+        sys.exit(error.exit_code)
+    except (Exception, Terminated) as error:
+        failure = as_command_failure(error)
+        _fail_as_bug(error) if failure is None else _fail(failure)
+    sys.exit(code or 0)
 
 
 def _skip_last_collection() -> None:
@@ -209,13 +203,9 @@ class _Printable(logging.Formatter):
         return printable(super().format(record), keep=KEPT)
 
 
-class _Terminated(BaseException):
-    """SIGTERM received before a command handles it; not an Exception, which an import in progress could catch."""
-
-
 def _terminated(number: int, frame: object) -> NoReturn:
     termination_requested.set()
-    raise _Terminated
+    raise Terminated
 
 
 def _fail(error: FedloomError) -> NoReturn:
@@ -229,7 +219,7 @@ def _fail(error: FedloomError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _fail_as_bug(error: Exception) -> NoReturn:
+def _fail_as_bug(error: BaseException) -> NoReturn:
     tell_failure(error)
     show_traceback(error)
     sys.exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Json
+from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,6 +32,10 @@ def templates() -> list[Template]:
     return [_template(readme.parent) for readme in sorted(TEMPLATES.glob("*/README.md"))]
 
 
+def _named(incomplete: str) -> list[tuple[str, str]]:
+    return [(each.name, each.summary) for each in templates() if each.name.startswith(incomplete)]
+
+
 def _template(folder: Path) -> Template:
     """Return the template in a folder, without the bytecode that installers write into it."""
     with (folder / "README.md").open(encoding="utf-8") as readme:
@@ -43,7 +46,9 @@ def _template(folder: Path) -> Template:
 
 
 def new_command(
-    name: Annotated[str | None, typer.Argument(metavar="TEMPLATE", help="The template; none: list them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="TEMPLATE", help="The template; none: list them.", autocompletion=_named)
+    ] = None,
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="The folder to write: a new one, or an empty one.")
     ] = None,
@@ -53,24 +58,22 @@ def new_command(
             "--from", metavar="FILE.py", help="In place of TEMPLATE: a training script to make an experiment of."
         ),
     ] = None,
-    as_json: Json = False,
-) -> None:
+) -> CommandResult:
     """Write a folder to begin with, which runs as it is: an experiment, data, scripts and a README.md."""
     from fedloom.cli.tables import print_table
     from fedloom.core.words import pluralize
     from fedloom.errors import ExperimentError
 
     if script is not None:
-        _new_from_script(script, name, folder, as_json=as_json)
-        return
+        return _new_from_script(script, name, folder)
     known = templates()
     if name is None:
-        if as_json:
-            typer.echo(json.dumps([asdict(each) for each in known], indent=2, ensure_ascii=False))
-            return
-        print_table("", ["template", "description"], [[each.name, each.summary] for each in known], texts=range(2))
-        typer.echo("\nTo begin with one: fedloom new TEMPLATE DIR")
-        return
+
+        def show() -> None:
+            print_table("", ["template", "description"], [[each.name, each.summary] for each in known], texts=range(2))
+            typer.echo("\nTo begin with one: fedloom new TEMPLATE DIR")
+
+        return CommandResult(known, show)
     chosen = next((each for each in known if each.name == name), None)
     if chosen is None:
         names = [each.name for each in known]
@@ -80,15 +83,15 @@ def new_command(
         hint = f"fedloom new {name} {name}"
         raise ExperimentError("DIR is missing: give the folder to write.", key="dir", hint=hint)
     write_template(chosen, folder)
-    if as_json:
-        typer.echo(json.dumps({"folder": str(folder.absolute()), **asdict(chosen)}, indent=2, ensure_ascii=False))
-        return
-    typer.echo(f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}")
-    typer.echo(f"Next: read {folder / 'README.md'}; its commands run in {folder}.")
+    text = (
+        f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}\n"
+        f"Next: read {folder / 'README.md'}; its commands run in {folder}."
+    )
+    return CommandResult({"folder": folder.absolute(), **asdict(chosen)}, text)
 
 
-def _new_from_script(script: Path, name: str | None, folder: Path | None, *, as_json: bool) -> None:
-    """Write an experiment that trains a script's module, and print what was taken over and what is left to do."""
+def _new_from_script(script: Path, name: str | None, folder: Path | None) -> CommandResult:
+    """Write an experiment that trains a script's module; return what was taken over and what is left to do."""
     from fedloom.cli.script import Conversion
     from fedloom.cli.tables import print_table
     from fedloom.errors import ExperimentError, argument
@@ -100,15 +103,15 @@ def _new_from_script(script: Path, name: str | None, folder: Path | None, *, as_
     made = Conversion(script, target.absolute().name)
     files = made.files()
     write_folder(target, [(file, text.encode()) for file, text in files.items()])
-    if as_json:
-        told = {"folder": str(target.absolute()), "files": [*files], "taken": made.taken, "left": made.left}
-        typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
-        return
-    print_table("", ["taken over", "script", "here"], made.taken, texts=range(3))
-    print_table("\n", ["left to do", "script", "what"], made.left, texts=range(3))
-    typer.echo(
-        f"\n{target} has {', '.join(files)}. Next: do what is left; README.md lists it, with the commands to run."
-    )
+
+    def show() -> None:
+        print_table("", ["taken over", "script", "here"], made.taken, texts=range(3))
+        print_table("\n", ["left to do", "script", "what"], made.left, texts=range(3))
+        next_step = "Next: do what is left; README.md lists it, with the commands to run."
+        typer.echo(f"\n{target} has {', '.join(files)}. {next_step}")
+
+    facts = {"folder": target.absolute(), "files": [*files], "taken": made.taken, "left": made.left}
+    return CommandResult(facts, show)
 
 
 def write_template(template: Template, folder: Path) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hi
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from fedloom.cli.completion import complete_overrides, complete_runs
+from fedloom.cli.results import CommandResult, described, print_json
 from fedloom.core.home import expanded
 from fedloom.core.options import DeclaredOption, Option, declared_options
 
@@ -24,7 +26,13 @@ ExperimentFile = Annotated[
     str, typer.Argument(help="The experiment file, or its URL in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
 ]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace a value of the file; repeatable.",
+        autocompletion=complete_overrides,
+    ),
 ]
 Space = Annotated[
     Path, typer.Option(help="YAML file: the keys to search, and how (docs/search.md).", metavar="SPACE.yaml")
@@ -42,7 +50,9 @@ Parallel = Annotated[
     int, typer.Option(help="Number of parallel runs, each with its share of the cores.", min=1, metavar="N")
 ]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
-RunFolderArgument = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
+RunFolderArgument = Annotated[
+    Path, typer.Argument(help="The run's folder.", metavar="RUN", autocompletion=complete_runs)
+]
 OtherPartition = Annotated[
     str | None,
     typer.Option(
@@ -60,7 +70,8 @@ OwnFolders = Annotated[
 WHOLE_SENTENCE = 1000
 """Characters of a command's sentence in a list of commands."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, also of errors (docs/cli-json.md).")]
+"""Option that every command has that returns a CommandResult; only one that needs its value declares it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ def with_options(*, without: Sequence[str] = ()) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         hints = get_type_hints(function, include_extras=True)
-        models: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+        models: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind) and name != "return"}
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(function).parameters.values():
             if parameter.name in models:
@@ -126,7 +137,6 @@ def with_options(*, without: Sequence[str] = ()) -> Callable[[F], F]:
 
         parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # arguments first
 
-        @functools.wraps(function)
         def call(*args: Any, **values: Any) -> Any:
             values |= zip((parameter.name for parameter in parameters), args, strict=False)
             for name, model in models.items():
@@ -135,12 +145,19 @@ def with_options(*, without: Sequence[str] = ()) -> Callable[[F], F]:
                 values[name] = model(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
             return function(**values)
 
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        del call.__wrapped__  # typer would look for the annotations there
-        return call  # type: ignore[return-value]
+        return _with_parameters(call, function, parameters)
 
     return decorate
+
+
+def _with_parameters(call: Callable[..., Any], function: F, parameters: Sequence[inspect.Parameter]) -> F:
+    """Return ``call`` with a function's name and docstring, and with these parameters for typer."""
+    result = inspect.signature(function).return_annotation
+    functools.update_wrapper(call, function)
+    call.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del call.__wrapped__  # type: ignore[attr-defined]  # typer would look for the annotations there
+    return call  # type: ignore[return-value]
 
 
 def _typer_parameter(each: DeclaredOption) -> inspect.Parameter:
@@ -180,7 +197,34 @@ class Commands(typer.Typer):
 
     def command(self, *names: Any, **settings: Any) -> Callable[[F], F]:
         """Return a decorator that adds a command."""
-        return super().command(*names, cls=_Command, **settings)
+        add = super().command(*names, cls=_Command, **settings)
+        return lambda function: add(_printing(function))
+
+
+def _printing(function: F) -> F:
+    """Return a command that prints its CommandResult and has ``--json``; other commands as they are."""
+    signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)
+    if CommandResult.__name__ not in str(signature.return_annotation):
+        return function
+    is_option = "as_json" in signature.parameters
+    parameters = [each.replace(annotation=hints[each.name]) for each in signature.parameters.values()]
+    if not is_option:
+        json_option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+        parameters.append(json_option)
+
+    def call(*, as_json: bool, **values: Any) -> None:
+        try:
+            result = function(**values, **({"as_json": as_json} if is_option else {}))
+        except (typer.Exit, typer.Abort):
+            raise
+        except BaseException as error:
+            if as_json:
+                print_json(described([error]))
+            raise
+        if result is not None:
+            result.print(as_json=as_json)
+
+    return _with_parameters(call, function, parameters)
 
 
 class _Command(TyperCommand):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fedloom.api.progress import show_progress
+from fedloom.cli.results import CommandResult
 
 
 def pack_command(
@@ -36,7 +37,7 @@ def pack_command(
             "1); repeatable.",
         ),
     ] = None,
-) -> None:
+) -> CommandResult:
     """Pack a client's own data. They are checked, split, and written to a folder for `fedloom worker --data`."""
     import json
 
@@ -90,4 +91,6 @@ def pack_command(
         *packed.notes,
         f"in {out}",
     ]
-    typer.echo("\n".join(lines))
+    counts = {"train": card.train, "validation": card.validation, "test": card.test}
+    facts = {"id": card.id, "folder": out, **counts, "division": card.division, "notes": packed.notes}
+    return CommandResult(facts, "\n".join(lines))

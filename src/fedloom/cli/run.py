@@ -19,6 +19,7 @@ from fedloom.cli.options import (
     act_at_eof,
     with_options,
 )
+from fedloom.cli.results import CommandResult
 from fedloom.core.memory import collection_paused
 from fedloom.engine.options import RunOptions, ServingOptions
 
@@ -37,7 +38,7 @@ def run_command(
         typer.Option(help="Run with each of these values; repeatable for further keys.", metavar="KEY=VALUE,VALUE,..."),
     ] = None,
     parallel: Parallel = 1,
-) -> None:
+) -> CommandResult:
     """Run an experiment on this machine. With --seeds or --grid, run every combination and compare."""
     from fedloom import experiment as experiments
     from fedloom.core import processes
@@ -50,18 +51,20 @@ def run_command(
     if seeds is None and not grid:
         if parallel > 1:
             raise ExperimentError("--parallel needs --seeds or --grid.", key="parallel")
-        _run(experiment, overrides, options)
-        return
+        return _run(experiment, overrides, options)
     if options.replay is not None:
         raise ExperimentError("--replay cannot be combined with --seeds or --grid.", key="replay")
     begun = experiments.begun_in(options.out) if options.resume else None
     points = experiments.points(experiment, overrides, seeds, grid or (), stored=begun)
     from fedloom.api.watch import SweepWatch
-    from fedloom.reporting.commands import show_sweep
-    from fedloom.tuning.sweep import run_sweep
+    from fedloom.reporting.commands import compared_sweep
+    from fedloom.tuning.sweep import failed_sweep, run_points
 
     folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
-    run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel, on_end=show_sweep)
+    failures = run_points(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel)
+    if len(failures) == len(points):
+        raise failed_sweep(failures, len(points))
+    return compared_sweep(folder, [failed_sweep(failures, len(points))] if failures else ())
 
 
 @with_options(without=("packed", "observe", "replay"))
@@ -71,7 +74,7 @@ def aggregator_command(
     serving: ServingOptions,
     access: ServerAccess,
     set_: Set = None,
-) -> None:
+) -> CommandResult:
     """Run rounds with external workers, started with `fedloom worker`."""
     from fedloom.core.address import split_address
     from fedloom.security.options import Protection
@@ -80,11 +83,11 @@ def aggregator_command(
     protection = access.options()
     Protection(protection).check(host)  # before anything is read or created
     serving = replace(serving, protection=protection)
-    _run(experiment, set_ or (), replace(options, serving=serving, signals=True))
+    return _run(experiment, set_ or (), replace(options, serving=serving, signals=True))
 
 
-def _run(file: str | Path, overrides: Sequence[str], options: RunOptions) -> None:
-    """Run an experiment and show its results."""
+def _run(file: str | Path, overrides: Sequence[str], options: RunOptions) -> CommandResult:
+    """Run an experiment and return its results."""
     with collection_paused():
         from fedloom import experiment as experiments
 
@@ -95,12 +98,15 @@ def _run(file: str | Path, overrides: Sequence[str], options: RunOptions) -> Non
         from fedloom.core.logs import structured
         from fedloom.engine.run_experiment import run_experiment
 
-    if structured():
-        run_experiment(experiment, options, LoggedRun())
-        return
-    result = run_experiment(experiment, options, Watch())
-    print_results(result.summary)
-    if (claim := result.summary.get("training_privacy")) is not None:
-        typer.echo(claim["statement"][0])
-    if result.report is not None:
-        typer.echo(f"report: {result.report}")
+    result = run_experiment(experiment, options, LoggedRun() if structured() else Watch())
+
+    def show() -> None:
+        if structured():
+            return  # the log has the results
+        print_results(result.summary)
+        if (claim := result.summary.get("training_privacy")) is not None:
+            typer.echo(claim["statement"][0])
+        if result.report is not None:
+            typer.echo(f"report: {result.report}")
+
+    return CommandResult(result.summary, show)

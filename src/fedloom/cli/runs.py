@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Checkpoint, Json, OtherPartition, OwnFolders, RunFolderArgument
+from fedloom.cli.options import Checkpoint, OtherPartition, OwnFolders, RunFolderArgument
+from fedloom.cli.results import CommandResult
 from fedloom.core.words import pluralize
 from fedloom.tasks.names import ACCURACY, metric_title
 
@@ -24,7 +25,7 @@ def evaluate_command(
     partition: OtherPartition = None,
     data: OwnFolders = None,
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
-) -> None:
+) -> CommandResult:
     """Evaluate a trained model again. The clients are the run's, or those of another partition."""
     from fedloom.runs.folder import RunFolder
 
@@ -33,9 +34,9 @@ def evaluate_command(
     from fedloom.engine import trained
 
     statistics = trained.evaluate(run, checkpoint, partition, data or ()).statistics
-    print_results(statistics)  # print first, so that the results survive a failure to write the file
     if "overlap" in statistics and (warning := overlapping(statistics["overlap"])):
         print(f"warning: {warning}", file=sys.stderr)
+    failures = []
     if out is not None:
         from fedloom.core.files import write_atomically
         from fedloom.errors import StorageError
@@ -43,7 +44,8 @@ def evaluate_command(
         try:
             write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
         except StorageError as error:
-            raise StorageError(error.message, hint="choose another file with --out") from error
+            failures.append(StorageError(error.message, hint="choose another file with --out"))
+    return CommandResult(statistics, lambda: print_results(statistics), failures)  # the results survive a failure
 
 
 def overlapping(found: Mapping[str, Any] | None) -> str | None:
@@ -66,31 +68,24 @@ def runs_command(
     folder: Annotated[
         Path, typer.Argument(help="Folder that holds runs, at any depth.", metavar="[DIR]", show_default=True)
     ] = Path("runs"),
-    as_json: Json = False,
-) -> None:
+) -> CommandResult:
     """List runs. Shows progress, method, data set, and the mean test result over clients."""
-    import dataclasses
-
     from fedloom.cli.tables import print_table
     from fedloom.runs.listing import list_runs
 
     found = list_runs(folder)
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2, ensure_ascii=False))
-        return
     if not found:
-        typer.echo(f"no runs in {folder} or below it")
-        return
+        return CommandResult(found, f"no runs in {folder} or below it")
     headings = ("run", "method", "data", "rounds", "seen %", "unseen %", "state", "last change")
-    print_table(
-        f"{pluralize(len(found), 'run')} in {folder}",
-        headings,
-        [_row(run, folder) for run in found],
-        texts=(0, 1, 2, 6, 7),
-    )
-    for run in found:
-        if run.fault is not None:
-            typer.echo(f"damaged: {run.fault}", err=True)
+
+    def show() -> None:
+        title, rows = f"{pluralize(len(found), 'run')} in {folder}", [_row(run, folder) for run in found]
+        print_table(title, headings, rows, texts=(0, 1, 2, 6, 7))
+        for run in found:
+            if run.fault is not None:
+                typer.echo(f"damaged: {run.fault}", err=True)
+
+    return CommandResult(found, show)
 
 
 def _row(run: RunEntry, folder: Path) -> tuple[str, ...]:

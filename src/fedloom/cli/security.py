@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fedloom.cli.options import Commands, refuse_options
+from fedloom.cli.results import CommandResult
 from fedloom.errors import ExperimentError
 
 if TYPE_CHECKING:
     from fedloom.security.certificates import CertificateFiles
+    from fedloom.security.tokens import Token
 
 
 def token_command(
@@ -43,7 +45,7 @@ def token_command(
             metavar="FILE",
         ),
     ] = None,
-) -> None:
+) -> CommandResult:
     """Manage tokens of workers and watchers of an aggregator, and create members' signature keys."""
     from fedloom.security.tokens import read_tokens, revoke_tokens
 
@@ -53,38 +55,38 @@ def token_command(
         refuse_options({"--out": out}, "is for new and signing-key.")
     if action == "list":
         refuse_options({"NAME": name}, "is not for list.")
-        for token in read_tokens(tokens).all:
-            ends = token.revoked or token.expires
-            until = "for ever" if ends is None else _time(ends)
-            typer.echo(f"{token.id}  {token.state(datetime.now(UTC)):<8} {token.name}  {_time(token.created)}  {until}")
-    elif name is None:
+        known = [_facts(token) for token in read_tokens(tokens).all]
+        lines = [
+            f"{token['id']}  {token['state']:<8} {token['name']}  {token['created']}  "
+            f"{token['revoked'] or token['expires'] or 'for ever'}"
+            for token in known
+        ]
+        return CommandResult(known, "\n".join(lines))
+    if name is None:
         raise ExperimentError(f"Give a name: fedloom token {action} NAME.", key="name")
-    elif action == "new":
-        _new_token(name, tokens, days, out)
-    elif action == "revoke":
+    if action == "new":
+        return _new_token(name, tokens, days, out)
+    if action == "revoke":
         revoked = revoke_tokens(tokens, name)
-        for token in revoked:
-            typer.echo(f"revoked {token.id} of {token.name}")
         if not revoked:
             typer.echo(f"{name}: already revoked", err=True)
-    else:
-        from fedloom.security.signing import create_signing_key
+        lines = [f"revoked {token.id} of {token.name}" for token in revoked]
+        return CommandResult([_facts(token) for token in revoked], "\n".join(lines))
+    from fedloom.security.signing import create_signing_key
 
-        key = out or Path("signing.key")
-        typer.echo(f"{name} {create_signing_key(key)}")
-        typer.echo(
-            f"{key}: the key, readable by its owner only; give all members the line above (docs/security.md)", err=True
-        )
+    key = out or Path("signing.key")
+    line = f"{name} {create_signing_key(key)}"
+    typer.echo(f"{key}: the key, readable by its owner only; give all members its line (docs/security.md)", err=True)
+    return CommandResult({"key": key, "line": line}, line)
 
 
-def _new_token(name: str, tokens: Path, days: float | None, out: Path | None) -> None:
+def _new_token(name: str, tokens: Path, days: float | None, out: Path | None) -> CommandResult:
     from fedloom.security.files import create
     from fedloom.security.tokens import add_token, revoke_tokens
 
     token, entry = add_token(tokens, name, days=days)
-    if out is None:
-        typer.echo(token.get_secret_value())
-    else:
+    secret = None if out is not None else token.get_secret_value()
+    if out is not None:
         try:
             create(out, token.get_secret_value() + "\n", private=True)
         except BaseException:
@@ -93,6 +95,14 @@ def _new_token(name: str, tokens: Path, days: float | None, out: Path | None) ->
     until = "" if entry.expires is None else f", until {_time(entry.expires)}"
     where = "shown only once" if out is None else f"in {out}"
     typer.echo(f"token {entry.id} of {name}{until}: {where}; its hash is in {tokens}", err=True)
+    return CommandResult({**_facts(entry), "file": out, "token": secret}, secret or "")
+
+
+def _facts(token: Token) -> dict[str, str | None]:
+    """Return what may be shown of a stored token."""
+    times = {key: getattr(token, key) for key in ("created", "expires", "revoked")}
+    shown = {key: None if when is None else _time(when) for key, when in times.items()}
+    return {"id": token.id, "name": token.name, "state": token.state(datetime.now(UTC)), **shown}
 
 
 def _time(when: datetime) -> str:
@@ -115,12 +125,13 @@ FOR_TRIALS = (
 def _ca(
     out: Annotated[Path, typer.Option(help="Folder for ca.crt and ca.key.", metavar="DIR")] = Path("certificates"),
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650.")] = 365,
-) -> None:
+) -> CommandResult:
     """Create a certificate authority."""
     from fedloom.security.certificates import make_ca
 
-    _show(make_ca(out, days=days))
+    made = make_ca(out, days=days)
     typer.echo(FOR_TRIALS, err=True)
+    return _made(made)
 
 
 @certificates_app.command("new")
@@ -136,14 +147,17 @@ def _new_certificate(
     ] = None,
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650, not after the CA expires.")] = 30,
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing files.")] = False,
-) -> None:
+) -> CommandResult:
     """Create a certificate for a member, or for a server (--host)."""
     from fedloom.security.certificates import make_certificate
 
-    _show(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))
+    return _made(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))
 
 
-def _show(made: CertificateFiles) -> None:
+def _made(made: CertificateFiles) -> CommandResult:
     names = f", names: {', '.join(made.names)}" if made.names else ""
-    typer.echo(f"{made.certificate}: until {made.ends:%Y-%m-%dT%H:%M:%SZ}{names}")
-    typer.echo(f"{made.key}: its key, readable by its owner only")
+    text = (
+        f"{made.certificate}: until {made.ends:%Y-%m-%dT%H:%M:%SZ}{names}\n"
+        f"{made.key}: its key, readable by its owner only"
+    )
+    return CommandResult(made, text)

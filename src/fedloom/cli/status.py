@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from fedloom.cli.characters import shown_as
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import ClientAccess, Json, refuse_options, with_options
+from fedloom.cli.results import CommandResult, print_json
 from fedloom.core.words import duration, pluralize, printable, rounded_up
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ Where = Annotated[
     typer.Argument(
         help="An aggregator's HOST:PORT, a run's folder, or its URL; by default the newest run in runs.",
         metavar="[ADDRESS|RUN]",
+        autocompletion=complete_runs,
         show_default=False,
     ),
 ]
@@ -73,39 +76,32 @@ def status_command(
             "--follow/--once", help="Keep showing until the run is over, or show once; by default follow on a terminal."
         ),
     ] = None,
-) -> None:
+) -> CommandResult | None:
     """Show the status of a federation. Asks its aggregator, or reads a run's files, even if no process runs."""
     if clients:
         refuse_options({"--follow": follow}, "cannot be combined with --clients.")
-        _show_clients(where, access, as_json=as_json)
-        return
+        return _roster(where, access)
     follow = sys.stdout.isatty() and not as_json if follow is None else follow
     with _open_source(where, access) as source:
         now = source.activity()
         if not follow:
-            _show(now, as_json=as_json)
-        elif sys.stdout.isatty() and not as_json:
+            return CommandResult(now, lambda: _show(now))
+        if sys.stdout.isatty() and not as_json:
             _follow_live(source, now)
         else:
             _follow_lines(source, now, as_json=as_json)
+    return None
 
 
-def _show_clients(where: str | None, access: ClientAccess, *, as_json: bool) -> None:
-    import json
-    from dataclasses import asdict
-
+def _roster(where: str | None, access: ClientAccess) -> CommandResult:
     from fedloom.cli.tables import print_table
 
     with _open_source(where, access) as source:
         found = source.clients()
-    if as_json:
-        typer.echo(json.dumps([asdict(client) for client in found], indent=2))
-        return
     if not found:
-        typer.echo("no clients in the roster")
-        return
+        return CommandResult(found, "no clients in the roster")
     headings, rows, texts = client_table(found)
-    print_table(pluralize(len(rows), "client"), headings, rows, texts=texts)
+    return CommandResult(found, lambda: print_table(pluralize(len(rows), "client"), headings, rows, texts=texts))
 
 
 @with_options()
@@ -122,7 +118,7 @@ def federation_command(
     now: Annotated[
         bool, typer.Option("--now", help="With stop: do not wait for the current round; it runs again on --resume.")
     ] = False,
-) -> None:
+) -> CommandResult:
     """Control a running federation; needs the role admin."""
     if action != "stop":
         refuse_options({"--now": now}, "is for stop.")
@@ -130,14 +126,15 @@ def federation_command(
         if action == "stop":
             status = client.stop(now=now)
             when = "now" if now or status.doing is None else f"after round {status.doing}"
-            _say(f"{status.run} stops {when}; continue by restarting its aggregator with --resume")
-            return
+            text = f"{status.run} stops {when}; continue by restarting its aggregator with --resume"
+            return CommandResult(status, printable(text))
         changed, status = client.pause() if action == "pause" else client.resume()
     if action == "resume":
-        _say(f"{status.run} continues after round {status.round}" if changed else f"{status.run} was not paused")
-        return
-    what = "pauses" if changed else "had already been asked to pause:"
-    _say(f"{status.run} {what} after round {status.doing if status.doing is not None else status.round}")
+        text = f"{status.run} continues after round {status.round}" if changed else f"{status.run} was not paused"
+    else:
+        what = "pauses" if changed else "had already been asked to pause:"
+        text = f"{status.run} {what} after round {status.doing if status.doing is not None else status.round}"
+    return CommandResult(status, printable(text))
 
 
 # ---- sources
@@ -180,19 +177,9 @@ def _open_source(where: str | None, access: ClientAccess) -> Iterator[_Source]:
 # ---- output
 
 
-def _say(text: str) -> None:
-    typer.echo(printable(text))
-
-
-def _show(now: Activity, *, as_json: bool) -> None:
-    import json
-    from dataclasses import asdict
-
+def _show(now: Activity) -> None:
     from rich.console import Console
 
-    if as_json:
-        typer.echo(json.dumps(asdict(now), indent=2))
-        return
     console = Console(highlight=False)
     for line in status_lines(now, console):
         if console.is_terminal or "COLUMNS" in os.environ:
@@ -238,20 +225,17 @@ def _states(
 
 def _follow_lines(source: _Source, first: Activity, *, as_json: bool) -> None:
     """Show the status when it has changed: as one JSON object per line, or in full at ``LINES_EVERY_S`` intervals."""
-    import json
-    from dataclasses import asdict
-
     shown: Activity | None = None
     shown_at = -LINES_EVERY_S
     for now in _states(source, first):
         due = as_json or _is_over(now) or time.monotonic() - shown_at >= LINES_EVERY_S
         if due and (shown is None or _differs(now, shown)):
             if as_json:
-                typer.echo(json.dumps(asdict(now)))
+                print_json(now, indent=None)
             else:
                 if shown is not None:
                     typer.echo("")
-                _show(now, as_json=False)
+                _show(now)
             sys.stdout.flush()
             shown, shown_at = now, time.monotonic()
 
@@ -278,7 +262,7 @@ def _follow_live(source: _Source, latest: Activity) -> None:
                 latest = now
                 live.update(shown(), refresh=True)
     finally:
-        _show(latest, as_json=False)  # leave the last status in full, also after Ctrl-C
+        _show(latest)  # leave the last status in full, also after Ctrl-C
 
 
 def _fitting(lines: list[Text], console: Console) -> list[Text]:

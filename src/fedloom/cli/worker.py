@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import ClientAccess, act_at_eof, with_options
+from fedloom.cli.options import ClientAccess, Json, act_at_eof, refuse_options, with_options
+from fedloom.cli.results import CommandResult
 from fedloom.core.memory import collection_paused
 from fedloom.core.processes import termination_requested
 from fedloom.engine.options import WorkerOptions
@@ -37,7 +39,8 @@ def worker(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; by default host and process id.")] = None,
-) -> None:
+    as_json: Json = False,
+) -> CommandResult | None:
     """Serve clients of a partition, or clients with their own data, to an aggregator."""
     import socket
 
@@ -56,8 +59,8 @@ def worker(
     options = replace(options, verify=not owned, trust=access.options())
     settings = experiments.settings_of(experiments.WorkerSettings, options.settings, "the worker")
     if dry_run is not None:
-        show_disclosure(options, None if dry_run == "any" else dry_run, class_counts=settings.class_counts)
-        return
+        return disclosure(options, None if dry_run == "any" else dry_run, class_counts=settings.class_counts)
+    refuse_options({"--json": as_json}, "is for --dry-run.")
     if aggregator is None:
         raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run EXPERIMENT.", key="aggregator")
     name = name or f"{socket.gethostname()}-{os.getpid()}"
@@ -80,6 +83,7 @@ def worker(
         over = serving.serve(stop)
     if not over and not owned:  # an evicted pod has not done its work, and another must
         raise InterruptedRun("stopped before the end of the run; another worker may take over")
+    return None
 
 
 def _leave(stop: threading.Event) -> None:
@@ -102,10 +106,8 @@ SUMMED = (
 """Sentences about answers that are only summed."""
 
 
-def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_counts: bool) -> None:
-    """Show the data that a worker would send about its packed clients; send nothing."""
-    import json
-
+def disclosure(options: WorkerOptions, experiment: str | None, *, class_counts: bool) -> CommandResult:
+    """Return the data that a worker would send about its packed clients; send nothing."""
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
@@ -131,25 +133,37 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
     check_allowed(options, e, size, sends_class_counts=class_counts)
     if e is not None and parts is not None:
         trained, measured = of_experiment(e, parts)
-    typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
-    for announcement in announcements(clients, class_counts=class_counts):
-        typer.echo(f"  {json.dumps(announcement)}")
-    if is_measured(e, clients):
-        secure = e is not None and e.federation.secure_aggregation is not None
-        _show("\nOnce, if normalization is measured, for training clients", moment_tensors(only_summed=secure))
-    if e is None:
-        classes = next(iter(clients.cards.values())).spec.classes
-        for name in available():
-            _show(f"\n{name}: in training and personalization", answers(find_algorithm(name)))
-        _show("\nAll methods: in evaluations, with two predictors", measures(2, EvaluationPlan.of_classes(classes)))
-        typer.echo("\nFor the sizes of models, and what secure aggregation hides, give --dry-run EXPERIMENT.")
+        training = {e.algorithm.name: trained}
     else:
-        _show(f"\n{e.algorithm.name}: in training and personalization", trained)
-        _show("\nIn evaluations", measured)
-        if any(one.only_summed for one in (*trained, *measured)):
-            typer.echo(f"\n{SUMMED}")
-        if e.federation.privacy is not None:
-            typer.echo(f"\n{_noise(e.federation.privacy)}")
+        classes = next(iter(clients.cards.values())).spec.classes
+        training = {name: answers(find_algorithm(name)) for name in available()}
+        measured = measures(2, EvaluationPlan.of_classes(classes))
+    secure = e is not None and e.federation.secure_aggregation is not None
+    moments = moment_tensors(only_summed=secure) if is_measured(e, clients) else []
+    announced = announcements(clients, class_counts=class_counts)
+    facts = {"announcements": announced, "moments": moments, "training": training, "evaluation": measured}
+    privacy = None if e is None else e.federation.privacy
+    return CommandResult(facts, lambda: _show_disclosure(facts, privacy, is_sized=e is not None))
+
+
+def _show_disclosure(facts: Mapping[str, Any], privacy: TrainingPrivacy | None, *, is_sized: bool) -> None:
+    import json
+
+    typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
+    for announcement in facts["announcements"]:
+        typer.echo(f"  {json.dumps(announcement)}")
+    if facts["moments"]:
+        _show("\nOnce, if normalization is measured, for training clients", facts["moments"])
+    for name, tensors in facts["training"].items():
+        _show(f"\n{name}: in training and personalization", tensors)
+    title = "\nIn evaluations" if is_sized else "\nAll methods: in evaluations, with two predictors"
+    _show(title, facts["evaluation"])
+    if not is_sized:
+        typer.echo("\nFor the sizes of models, and what secure aggregation hides, give --dry-run EXPERIMENT.")
+    if any(one.only_summed for one in itertools.chain(*facts["training"].values(), facts["evaluation"])):
+        typer.echo(f"\n{SUMMED}")
+    if privacy is not None:
+        typer.echo(f"\n{_noise(privacy)}")
     typer.echo(
         "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. This command "
         "has sent nothing."

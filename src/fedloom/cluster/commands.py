@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.cli.options import Commands, Set
+from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
     from fedloom.cluster.federations import Status
@@ -55,7 +57,7 @@ def _submit(
         Path | None,
         typer.Option(help="Show progress, wait for the end, and fetch the run to this new folder.", metavar="DIR"),
     ] = None,
-) -> None:
+) -> CommandResult:
     """Start a federation. If it exists already, with the same experiment and run id, attach to it."""
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
@@ -70,32 +72,33 @@ def _submit(
     if run_id is None:
         run_id = f"{e.name}-{hashlib.sha256(e.resolved_yaml().encode()).hexdigest()[:8]}"
     dataset = run_data.make_partition(e) if partition is None else run_data.open_partition(e, partition, verify=True)
-    say = lambda line: typer.echo(line, err=True)  # noqa: E731
     if out is not None:
         federate.federate(
-            e, dataset.folder, out, backend="kubernetes", cluster=settings, run_id=run_id, unattended=True, say=say
+            e, dataset.folder, out, backend="kubernetes", cluster=settings, run_id=run_id, unattended=True, say=_say
         )
-        return
-    started = federate.submit_federation(e, dataset.folder, cluster=settings, run_id=run_id, say=say)
-    typer.echo(f"{started.name}: run id {run_id}, run {started.run}")
-    typer.echo(f"see: fedloom cluster status|logs|stop {started.name}; the same with --out DIR fetches it", err=True)
+        return CommandResult({"run_id": run_id, "folder": out}, "")
+    started = federate.submit_federation(e, dataset.folder, cluster=settings, run_id=run_id, say=_say)
+    _say(f"see: fedloom cluster status|logs|stop {started.name}; the same with --out DIR fetches it")
+    facts = {"name": started.name, "run_id": run_id, "run": started.run}
+    return CommandResult(facts, f"{started.name}: run id {run_id}, run {started.run}")
 
 
 @app.command("status")
 def _status(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Only this federation: fl-..., or its run id.")] = None,
-) -> None:
+) -> CommandResult:
     """Show the federations of a namespace, each with its progress, or the reason why it does not start."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
     api = Api(context.obj)
     found = [federations.find_federation(api, name)] if name is not None else federations.federations(api)
-    for one in found:
-        typer.echo(_described(one, federations.federation_progress(api, one)))
+    known = [(one, federations.federation_progress(api, one)) for one in found]
     if not found:
         typer.echo(f"no federation in namespace {api.namespace}", err=True)
+    facts = [{**vars(one), "progress": progress} for one, progress in known]
+    return CommandResult(facts, "\n".join(_described(*each) for each in known))
 
 
 @app.command("logs")
@@ -119,16 +122,16 @@ def _logs(
 
 
 @app.command("stop")
-def _stop(context: typer.Context, name: Name) -> None:
+def _stop(context: typer.Context, name: Name) -> CommandResult:
     """Stop a federation. Published results remain, and submitting it again continues from them."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
     api = Api(context.obj)
     found = federations.find_federation(api, name)
-    for what in federations.stop_federation(api, found):
-        typer.echo(f"deleted {what}")
-    typer.echo(f"its published results stay in {found.run}")
+    deleted = list(federations.stop_federation(api, found))
+    lines = [*(f"deleted {what}" for what in deleted), f"its published results stay in {found.run}"]
+    return CommandResult({"name": found.name, "run": found.run, "deleted": deleted}, "\n".join(lines))
 
 
 @app.command("clean")
@@ -144,7 +147,7 @@ def _clean(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
-) -> None:
+) -> CommandResult:
     """Remove old runs from a store: checkpoints, states and results; with --older-than, unused partitions too."""
     from fedloom.errors import ExperimentError
     from fedloom.runs.listing import expired, remove_folders, stored_partitions, stored_runs, unused
@@ -157,24 +160,37 @@ def _clean(
     age, done = seconds(older_than), "would remove" if dry_run else "removed"
     runs, now = stored_runs(store), time.time()
 
+    lines = list[str]()
+
     def remove(one: StoredFolder, about: str) -> None:
         if not dry_run:
             remove_folders(store, [one])
-        typer.echo(f"{done} {about}, {_when(one.modified)}, {one.size / 1e6:.1f} MB")
+        lines.append(f"{done} {about}, {_when(one.modified)}, {one.size / 1e6:.1f} MB")
 
     for run in (old := expired(runs, now, keep=keep, older_than_s=age)):
         remove(run, f"{run.name}: {'finished' if run.finished else 'unfinished'}")
-    typer.echo(f"{len(old)} of {len(runs)} runs, {sum(run.size for run in old) / 1e6:.1f} MB")
-    if age is None:
-        return
-    partitions = stored_partitions(store)
-    gone, silent = unused(store, partitions, [run for run in runs if run not in old], now, older_than_s=age)
-    for partition in gone:
-        remove(partition, f"partition {partition.name}: used by no run")
-    if silent:
-        names = ", ".join(run.name for run in silent)
-        typer.echo(f"partitions are kept, because these runs have not published yet which ones they need: {names}")
-    typer.echo(f"{len(gone)} of {len(partitions)} partitions, {sum(one.size for one in gone) / 1e6:.1f} MB")
+    lines.append(f"{len(old)} of {len(runs)} runs, {sum(run.size for run in old) / 1e6:.1f} MB")
+    facts: dict[str, Any] = {"dry_run": dry_run, "runs": _removed(old), "partitions": []}
+    if age is not None:
+        partitions = stored_partitions(store)
+        gone, silent = unused(store, partitions, [run for run in runs if run not in old], now, older_than_s=age)
+        for partition in gone:
+            remove(partition, f"partition {partition.name}: used by no run")
+        if silent:
+            names = ", ".join(run.name for run in silent)
+            why = "partitions are kept, because these runs have not published yet which ones they need"
+            lines.append(f"{why}: {names}")
+        lines.append(f"{len(gone)} of {len(partitions)} partitions, {sum(one.size for one in gone) / 1e6:.1f} MB")
+        facts["partitions"] = _removed(gone)
+    return CommandResult(facts, "\n".join(lines))
+
+
+def _removed(folders: Sequence[StoredFolder]) -> list[dict[str, Any]]:
+    return [{"name": each.name, "bytes": each.size, "modified": each.modified} for each in folders]
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def _when(modified: float) -> str:

@@ -32,8 +32,8 @@ def make_private(folder: Path) -> None:
         folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
 
 
-def write_atomically(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
-    """Write a file atomically: it is complete or absent at all times.
+def write_atomically(path: Path, *content: Buffer, durably: bool = True, private: bool = False) -> None:
+    """Write a file atomically, in parts: it is complete or absent at all times.
 
     With ``durably``, wait for the disk; otherwise the file survives this process, but not a power cut. With
     ``private``, only its owner may read it.
@@ -41,7 +41,7 @@ def write_atomically(path: Path, content: bytes, *, durably: bool = True, privat
     Raise StorageError if it cannot be written; an existing file of that name is unchanged.
     """
     with staged(path) as partial:
-        fill(partial, content, durably=durably, private=private)
+        fill(partial, *content, durably=durably, private=private)
         partial.replace(path)
         if durably:
             sync(path.parent)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.core.memory import large_array
+
 _SORTED = 1 << 20
 """Draws in memory at a time, about."""
 
@@ -39,14 +41,15 @@ def shuffled(generator: np.random.Generator, count: int) -> np.ndarray[tuple[int
 
 def signed_grouping(
     seed: int, purpose: str, *, count: int, groups: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+) -> tuple[np.ndarray[tuple[int], np.dtype[Any]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
     """Return a random group of each of ``0 ... count - 1``, and whether its random sign is positive.
 
     Groups differ in size by at most 1: a number's group is its rank among uniform draws, modulo ``groups``. Draws of
     large models are sorted in ranges, one after another, because sorting them at once takes ten times the memory of
     the model.
     """
-    grouping = np.empty(count, dtype=np.int32)
+    grouping = large_array(count, np.min_scalar_type(-groups))
+    is_positive = large_array(count, np.bool_)
     ranges, rank = min(32, 1 + count // _SORTED), 0
     for i in range(ranges):
         places, draws = [], []
@@ -57,8 +60,9 @@ def signed_grouping(
         order = np.concatenate(places)[np.argsort(np.concatenate(draws), kind="stable")]
         grouping[order] = np.arange(rank, rank + len(order)) % groups
         rank += len(order)
-    signs = [block < 0.5 for _, block in _uniform(make_rng(seed, purpose, "signs"), count)]
-    return grouping, np.concatenate(signs)
+    for start, block in _uniform(make_rng(seed, purpose, "signs"), count):
+        np.less(block, 0.5, out=is_positive[start : start + len(block)])
+    return grouping, is_positive
 
 
 def _uniform(generator: np.random.Generator, count: int) -> Iterator[tuple[int, np.ndarray[tuple[int], np.dtype[Any]]]]:

@@ -1,14 +1,19 @@
-"""Control of Python's garbage collector, and of the C library's memory allocator."""
+"""Control of Python's garbage collector and of the C library's memory allocator; memory backed by files."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
+import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 KEPT_BYTES = 64 << 20
 LARGEST_BYTES = 32 << 20  # glibc allows no more
+SPOOLED_BYTES = 32 << 20
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -25,6 +30,33 @@ def keep_freed_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, LARGEST_BYTES)
     mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def spooled(nbytes: int) -> mmap.mmap | None:
+    """Return large memory as a temporary file without a name, whose pages the system can write out and drop.
+
+    Return None if the memory is below ``SPOOLED_BYTES``, or the folder (that of ``TMPDIR``) has no space for it. The
+    space is allocated at once, because a write to a mapped page of a full disk would kill the process.
+    """
+    if nbytes >= SPOOLED_BYTES and hasattr(os, "posix_fallocate"):
+        with suppress(OSError), tempfile.TemporaryFile() as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
+    return None
+
+
+def large_array(count: int, dtype: Any) -> Any:
+    """Return a numpy array for values that are rarely used, in :func:`spooled` memory if it is large."""
+    import numpy as np
+
+    file = spooled(count * np.dtype(dtype).itemsize)
+    return np.empty(count, dtype) if file is None else np.frombuffer(file, dtype)
+
+
+def return_freed_memory() -> None:
+    """Return memory that has been freed to the system, which takes milliseconds; only with glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def capability(name: str, user: str | None = None) -> Any:
     raise ExperimentError(f"{user}: {reason}")
 
 
-def missing_part(error: Exception) -> str | None:
+def missing_part(error: BaseException) -> str | None:
     """Return the message for an import of an optional part that this installation lacks; None for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not (error.name or "").startswith("fedloom."):
         return None

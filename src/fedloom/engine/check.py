@@ -32,6 +32,9 @@ from fedloom.experiment import Experiment, OwnData
 LARGE = 2**27
 """Bytes of a data set above which a check does not create its partition."""
 
+UNKNOWN = ("not yet", "not given")
+"""Places of clients' data that are not checked: a partition whose creation takes long, and folders of members."""
+
 SPREAD = (0.8, 1.5)
 """Factors on the estimated time that give its range."""
 
@@ -42,11 +45,11 @@ def check_experiment(experiment: Experiment, options: RunOptions) -> Facts:
     """Return the facts about an experiment that a run would accept (docs/experiment.md); raise the run's error."""
     e = experiment
     place = _partition_place(e, options)
-    if place is None:  # creating it takes long
+    if place in UNKNOWN:
         for part in _parts_of(e, options, with_data=False):
             part()
         e = _with_known_noise(e)
-        return _facts(e, options, make_parts(e, _planned_manifest(e)), None, "not yet")
+        return _facts(e, options, make_parts(e, _planned_manifest(e)), None, place)
     engine = Engine(e, options, RunObserver())
     assert engine.dataset is not None  # only aggregators have none
     return _facts(engine.experiment, options, engine.parts, engine.dataset, place)
@@ -55,7 +58,7 @@ def check_experiment(experiment: Experiment, options: RunOptions) -> Facts:
 def other_errors(experiment: Experiment, options: RunOptions, first: FedloomError) -> list[FedloomError]:
     """Return the errors beside the run's ``first`` one, of parts that can be checked without each other."""
     found = [first]
-    for part in _parts_of(experiment, options, with_data=_partition_place(experiment, options) is not None):
+    for part in _parts_of(experiment, options, with_data=_partition_place(experiment, options) not in UNKNOWN):
         try:
             part()
         except FedloomError as error:
@@ -77,19 +80,21 @@ def _parts_of(e: Experiment, options: RunOptions, *, with_data: bool) -> list[Ca
     ]
 
 
-def _partition_place(e: Experiment, options: RunOptions) -> str | None:
-    """Return where the partition comes from; None if a run would create it, which takes long."""
-    if options.packed or options.observe or isinstance(e.data, OwnData):
+def _partition_place(e: Experiment, options: RunOptions) -> str:
+    """Return where the partition comes from."""
+    if options.packed or options.observe:
         return "own"
     if options.partition is not None:
         return options.partition
+    if isinstance(e.data, OwnData):
+        return "not given"
     try:
         source = e.data.opened()
         made = made_partition(source, e.data.partition_settings(e.seed), e.data.root)
     except FedloomError:  # the run's own check reports it
         return "created"
     if made is None:
-        return None if (size_on_disk(source, e.data.root) or 0) > LARGE else "created"
+        return "not yet" if (size_on_disk(source, e.data.root) or 0) > LARGE else "created"
     return str(made)
 
 
@@ -138,8 +143,8 @@ def _facts(
         "data": {
             "dataset": manifest.dataset,
             "partition": place,
-            "seen": len(manifest.roster),
-            "unseen": len(manifest.unseen),
+            "seen": None if place == "not given" else len(manifest.roster),
+            "unseen": None if place == "not given" else len(manifest.unseen),
             "train_examples": {"median": statistics.median(sizes), "smallest": sizes[0], "largest": sizes[-1]}
             if sizes
             else None,

@@ -45,15 +45,14 @@ def add_sketches(sketches: Tensor, predictors: Sequence[Mapping[str, Predictor]]
             groups, signs = _grouping(len(theta))
             row[0] = len(theta)
             for block, group, sign in zip(*(torch.split(each, _BLOCK) for each in (theta, groups, signs)), strict=True):
-                row[1:].index_add_(0, group.long(), sign.double() * block.double())
+                row[1:].index_add_(0, group.long(), sign.double().mul_(2).sub_(1) * block.double())
 
 
 @functools.lru_cache(maxsize=4)
 def _grouping(parameters: int) -> tuple[Tensor, Tensor]:
-    """Return the group and the sign of each parameter, ``[d]`` each."""
-    grouping = signed_grouping(_SEED, "spread", count=parameters, groups=min(SKETCH, parameters))
-    groups, positive = map(torch.from_numpy, grouping)
-    return groups.short(), positive.to(torch.int8) * 2 - 1
+    """Return the group of each parameter, and whether its sign is positive, ``[d]`` each."""
+    groups, positive = signed_grouping(_SEED, "spread", count=parameters, groups=min(SKETCH, parameters))
+    return torch.from_numpy(groups), torch.from_numpy(positive)
 
 
 def implausible_sketch(sketch: Tensor) -> str | None:

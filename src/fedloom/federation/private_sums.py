@@ -168,12 +168,13 @@ class PrivateSums:
             self._clip = next_clip(self._clip, bits, expected, adaptive.quantile, adaptive.lr)
 
 
-def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed]) -> Values:
-    """Return the values to be summed of a one-row answer: its fields, or their changes from the request."""
+def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed], *, exact: bool = True) -> Values:
+    """Return the values to sum of a one-row answer: fields (if ``exact`` in float64), or changes from the request."""
     answer_tensors, request_tensors = answer.tensors(), request.tensors()
     values = {}
     for name, field in fields.items():
-        value = answer_tensors[name][0].double()
+        value = answer_tensors[name][0]
+        value = value.double() if exact or field.since is not None else value
         values[name] = (value if field.since is None else value - request_tensors[field.since].double()).numpy()
     return values
 

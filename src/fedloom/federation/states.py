@@ -93,10 +93,9 @@ class States:
 
         Raise StorageError if it cannot be written.
         """
-        from fedloom.runs.checkpoint import encode_tensors
+        from fedloom.runs.checkpoint import tensor_parts
 
-        dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        self._store.write(_name(client, version), encode_tensors(dense, _about(client)), durably=False)
+        self._store.write_parts(_name(client, version), tensor_parts(tensors, _about(client)))
 
     def forget(self, client: str, versions: Versions) -> None:
         """Remove a client's superseded versions, and partial files of killed workers."""

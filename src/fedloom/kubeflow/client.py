@@ -233,6 +233,7 @@ class Kubeflow:
                 f"This Kubeflow is {wrong} {'in' if health.multi_user else 'out of'} the file of {argument('kubeflow')}"
                 f" (got {self.namespace}).",
                 key="kubeflow.namespace",
+                hint="docs/kubeflow.md#kubeflow-with-several-users",
             )
 
     def call(self, action: str, method: str, *arguments: Any, **options: Any) -> Any:
@@ -316,6 +317,13 @@ class Kubeflow:
     def in_namespace(self) -> dict[str, str]:
         """Return the argument ``namespace`` of a request, if there is any."""
         return {} if self.namespace is None else {"namespace": self.namespace}
+
+    def version(self) -> str | None:
+        """Return the release that the installation reports; None if there is none, as by the API's own port."""
+        self.call("read its health", "healthz_service_get_healthz")
+        health = parsed_json(self._client.last_response.data)
+        names = ("apiServerTagName", "frontendTagName")  # frontend/server/handlers/healthz.ts
+        return next((str(health[name]) for name in names if health.get(name)), None)
 
     def run(self, run: str) -> Any:
         """Return a run, with ``state``, ``error`` and ``run_details.task_details``; raises like :meth:`call`."""

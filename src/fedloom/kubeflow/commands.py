@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fedloom.cli.options import Checkpoint, Commands, Set, Space
+from fedloom.cli.results import CommandResult
 from fedloom.core.files import copy_atomically, storing
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _compile(
     name: Annotated[str | None, typer.Argument(help="The pipeline; by default all.", metavar="[NAME]")] = None,
     out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
     pods: Pods = None,
-) -> None:
+) -> CommandResult:
     """Compile a pipeline to YAML. The file can be uploaded by hand, or archived."""
     from fedloom.kubeflow import catalog
 
@@ -75,7 +76,9 @@ def _compile(
             out.mkdir(parents=True, exist_ok=True)
         for one in names:
             copy_atomically(Path(folder) / f"{one}.yaml", out / f"{one}.yaml")
-            typer.echo(f"{out / f'{one}.yaml'}: version {catalog.version_of(out / f'{one}.yaml')}")
+    files = [out / f"{one}.yaml" for one in names]
+    facts = [{"file": file, "version": catalog.version_of(file)} for file in files]
+    return CommandResult(facts, "\n".join(f"{each['file']}: version {each['version']}" for each in facts))
 
 
 @app.command("local")
@@ -85,7 +88,7 @@ def _local(
     out: Annotated[Path, typer.Option(help="New folder for the tasks' outputs.", metavar="DIR")],
     set_: Set = None,
     param: Parameters = None,
-) -> None:
+) -> CommandResult:
     """Run a pipeline on this machine, with processes instead of pods."""
     from fedloom.kubeflow import catalog, local
 
@@ -95,10 +98,9 @@ def _local(
         arguments["backend"] = "local"
     everything = logging.getLogger("fedloom").isEnabledFor(logging.DEBUG)
     local.run_pipeline(known, arguments, out, say=_say, everything=everything)
-    for page in sorted(out.glob("*.md")):
-        typer.echo(page.read_text(encoding="utf-8"))
-    for result in sorted((*out.glob("*.html"), *out.glob("run"), *out.glob("runs"))):
-        typer.echo(f"{result.stem}: {result}")
+    pages = [page.read_text(encoding="utf-8") for page in sorted(out.glob("*.md"))]
+    results = {result.stem: result for result in sorted((*out.glob("*.html"), *out.glob("run"), *out.glob("runs")))}
+    return CommandResult(results, "\n".join([*pages, *(f"{name}: {path}" for name, path in results.items())]))
 
 
 @app.command("submit")
@@ -121,7 +123,7 @@ def _submit(
         ),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code gives the outcome.")] = False,
-) -> None:
+) -> CommandResult:
     """Run a pipeline on Kubeflow; with --schedule, create a schedule that runs it repeatedly."""
     from fedloom.cluster.settings import ClusterSettings, settings_from_file
     from fedloom.errors import ExperimentError
@@ -138,12 +140,14 @@ def _submit(
     if schedule is not None:
         trigger, times = submit.trigger_of(api, schedule)
         identity = submit.schedule_pipeline(api, order, trigger, _say)
-        typer.echo(f"schedule {identity}: {times}: {api.link(identity, kind='recurringrun')}")
-        return
+        link = api.link(identity, kind="recurringrun")
+        facts = {"schedule": identity, "times": times, "link": link}
+        return CommandResult(facts, f"schedule {identity}: {times}: {link}")
     run = submit.submit_pipeline(api, order, _say)
-    typer.echo(f"run {run}: {api.link(run)}")
-    if wait:
-        _await(api, run)
+    if not wait:
+        return CommandResult({"run": run, "link": api.link(run)}, f"run {run}: {api.link(run)}")
+    _say(f"run {run}: {api.link(run)}")
+    return _awaited(api, run)
 
 
 @app.command("search")
@@ -186,19 +190,21 @@ def _search(
 
 
 @app.command("wait")
-def _wait(context: typer.Context, run: Run) -> None:
+def _wait(context: typer.Context, run: Run) -> CommandResult:
     """Wait for a run on Kubeflow; the exit code gives its outcome."""
-    _await(_connected(context.obj), run)
+    return _awaited(_connected(context.obj), run)
 
 
 @app.command("stop")
-def _stop(context: typer.Context, run: Run) -> None:
+def _stop(context: typer.Context, run: Run) -> CommandResult:
     """Stop a run on Kubeflow, its federations and their pods."""
     from fedloom.kubeflow import runs
 
     api = _connected(context.obj)
     words = {None: "stopping", "CANCELING": "is already being stopped:"}
-    typer.echo(f"{words.get(runs.stop_run(api, run), 'has already ended:')} {api.link(run)}")
+    state = runs.stop_run(api, run)
+    text = f"{words.get(state, 'has already ended:')} {api.link(run)}"
+    return CommandResult({"run": run, "state": state or "stopping", "link": api.link(run)}, text)
 
 
 @app.command("schedules")
@@ -206,7 +212,7 @@ def _schedules(
     context: typer.Context,
     action: Annotated[Literal["list", "pause", "resume", "delete"], typer.Argument(help="What to do.")],
     schedule: Annotated[str | None, typer.Argument(help="Id of the schedule; not for list.")] = None,
-) -> None:
+) -> CommandResult:
     """List, pause, resume or delete the schedules that `fedloom pipeline submit --schedule` creates."""
     from fedloom.errors import ExperimentError
     from fedloom.kubeflow import submit
@@ -215,11 +221,11 @@ def _schedules(
         raise ExperimentError(f"{action} needs {'no' if schedule else 'the id of a'} schedule.", key="schedule")
     api = _connected(context.obj)
     if schedule is None:
-        for line in submit.schedules(api):
-            typer.echo(line)
-        return
+        known = list(submit.schedules(api))
+        lines = [f"{one['schedule']}  {one['state']}  {one['name']}: {one['times']}" for one in known]
+        return CommandResult(known, "\n".join(lines))
     submit.change_schedule(api, action, schedule)
-    typer.echo(f"{action.rstrip('e')}ed {schedule}")
+    return CommandResult({"schedule": schedule, "action": action}, f"{action.rstrip('e')}ed {schedule}")
 
 
 def _arguments(experiment: Path, overrides: list[str] | None, parameters: list[str] | None) -> dict[str, Any]:
@@ -247,11 +253,11 @@ def _pods(path: Path | None) -> PodSettings:
     return PodSettings() if path is None else settings_from_file(PodSettings, path)
 
 
-def _await(kubeflow: Kubeflow, run: str) -> None:
+def _awaited(kubeflow: Kubeflow, run: str) -> CommandResult:
     from fedloom.kubeflow import runs
 
     runs.wait_for_run(kubeflow, run, _say)
-    typer.echo("succeeded")
+    return CommandResult({"run": run, "state": "succeeded", "link": kubeflow.link(run)}, "succeeded")
 
 
 def _connected(option: str | None) -> Kubeflow:
@@ -289,11 +295,12 @@ def register_command(
             metavar="URI",
         ),
     ] = None,
-) -> None:
+) -> CommandResult:
     """Register a run's model in the Kubeflow Model Registry. The same checkpoint is registered once."""
     from fedloom.kubeflow.registration import ModelRegistry, register_run
 
     api = ModelRegistry(registry)
     entry = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri)
     done = "registered" if entry.created else "is already registered"
-    typer.echo(f"{entry.model} {entry.version} {done}: {api.url}, model {entry.model_id}, version {entry.version_id}")
+    where = f"{api.url}, model {entry.model_id}, version {entry.version_id}"
+    return CommandResult({**vars(entry), "registry": api.url}, f"{entry.model} {entry.version} {done}: {where}")

@@ -252,8 +252,8 @@ def _create(kubeflow: Kubeflow, kind: str, body: Any, say: Say) -> Any:
         raise
 
 
-def schedules(kubeflow: Kubeflow) -> Iterator[str]:
-    """Yield a line for each recurring run in the Kubeflow experiment of the settings.
+def schedules(kubeflow: Kubeflow) -> Iterator[dict[str, str]]:
+    """Yield the id, state, name and times of each recurring run in the Kubeflow experiment of the settings.
 
     Raise FedloomError if Kubeflow rejects a request or fails.
     """
@@ -267,7 +267,7 @@ def schedules(kubeflow: Kubeflow) -> Iterator[str]:
             times = f"cron {trigger.cron_schedule.cron}"
         elif trigger is not None and trigger.periodic_schedule is not None:
             times = f"every {trigger.periodic_schedule.interval_second} s"
-        yield f"{one.recurring_run_id}  {state}  {one.display_name}: {times}"
+        yield {"schedule": one.recurring_run_id, "state": state, "name": one.display_name, "times": times}
 
 
 def change_schedule(kubeflow: Kubeflow, action: str, schedule: str) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import ExperimentFile, Json, Set, with_options
+from fedloom.cli.options import ExperimentFile, Set, with_options
+from fedloom.cli.results import CommandResult
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.engine.options import PrivacyQuestion
 
@@ -17,22 +18,16 @@ if TYPE_CHECKING:
 
 
 @with_options()
-def privacy_command(
-    experiment: ExperimentFile, question: PrivacyQuestion, set_: Set = None, as_json: Json = False
-) -> None:
+def privacy_command(experiment: ExperimentFile, question: PrivacyQuestion, set_: Set = None) -> CommandResult:
     """Show what the privacy of a training costs: its ε, the noise that an ε needs, and its effect. Trains nothing."""
-    import json
-
     from fedloom import experiment as experiments
 
     settings = experiments.load_experiment(experiment, set_ or ())
     from fedloom.ledger.privacy_cost import cost_of
 
     found = cost_of(settings, question)
-    if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
-    else:
-        _show(found, f"{settings.name} · {settings.algorithm.name} · privacy of {found.unit}")
+    title = f"{settings.name} · {settings.algorithm.name} · privacy of {found.unit}"
+    return CommandResult(found.as_json(), lambda: _show(found, title))
 
 
 def _show(found: PrivacyCost, title: str) -> None:
@@ -85,11 +80,8 @@ def ledger_command(
             metavar="ID",
         ),
     ] = None,
-    as_json: Json = False,
-) -> None:
+) -> CommandResult:
     """Show the total ε that a ledger's trainings and requests have spent on one training example."""
-    import json
-
     from fedloom.errors import ExperimentError
 
     if client is not None and not training:
@@ -104,10 +96,7 @@ def ledger_command(
             if not accountant.add_training(claimed):
                 typer.echo(f"{claimed.run} has been counted already", err=True)
     found = accountant.content()
-    if as_json:
-        typer.echo(json.dumps(_ledger_json(found), indent=2))
-    else:
-        _show_ledger(file, found)
+    return CommandResult(_ledger_json(found), lambda: _show_ledger(file, found))
 
 
 def _ledger_json(found: LedgerContent) -> dict[str, Any]:

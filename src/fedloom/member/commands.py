@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fedloom.cli.options import Commands, Json
+from fedloom.cli.options import Commands
+from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
     from fedloom.member.approvals import KnownExperiment
@@ -39,16 +40,12 @@ def show_command(
     methods: Annotated[
         bool, typer.Option("--methods", help="Show the digests of code of methods that are not FedLoom's.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> CommandResult:
     """Show experiments with the keys that differ from the last approved one, and what today's traffic and ε are."""
-    import json
-
     from fedloom.member.approvals import Approvals, shown
 
     if methods:
-        _show_methods(as_json=as_json)
-        return
+        return _foreign_methods()
     folder, file = _folder(policy, states)
     approvals = Approvals(folder)
     known = [each for each in approvals.known() if each.digest.startswith(digest or "")]
@@ -59,37 +56,31 @@ def show_command(
         for each in known
     }
     today, epsilons = _spent(folder, file)
-    if as_json:
-        experiments = [
-            {"digest": each.digest, "state": each.state, "since": each.since, "aggregator": each.aggregator}
-            | {"changes": [{"key": k, "before": old, "after": new} for k, old, new in changes[each.digest]]}
-            for each in known
-        ]
-        typer.echo(json.dumps({"experiments": experiments, "bytes_today": today, "epsilon": epsilons}, indent=2))
-        return
+    experiments = [
+        _facts(each) | {"changes": [{"key": k, "before": old, "after": new} for k, old, new in changes[each.digest]]}
+        for each in known
+    ]
+    lines = []
     for each in known:
-        _show_experiment(each)
+        lines.append(_described(each))
         if each.state == "waiting" or digest is not None:
-            for key, old, new in changes[each.digest]:
-                typer.echo(f"  {key}: {old} -> {new}")
-    if not known:
-        typer.echo("no experiment has been asked for")
-    if today is not None:
-        typer.echo(f"bytes today: {today:,}")
-    for client, epsilon in epsilons.items():
-        typer.echo(f"client {client}: ε = {epsilon} in all, for replacing one example")
+            lines += [f"  {key}: {old} -> {new}" for key, old, new in changes[each.digest]]
+    lines += [] if known else ["no experiment has been asked for"]
+    lines += [] if today is None else [f"bytes today: {today:,}"]
+    lines += [f"client {id_}: ε = {epsilon} in all, for replacing one example" for id_, epsilon in epsilons.items()]
+    return CommandResult({"experiments": experiments, "bytes_today": today, "epsilon": epsilons}, "\n".join(lines))
 
 
 @app.command("approve")
-def approve_command(digest: Digest = None, policy: PolicyPath = None, states: States = None) -> None:
+def approve_command(digest: Digest = None, policy: PolicyPath = None, states: States = None) -> CommandResult:
     """Let an experiment run; a worker that waits for it notices within seconds."""
-    _decide(digest, policy, states, "approved")
+    return _decide(digest, policy, states, "approved")
 
 
 @app.command("refuse")
-def refuse_command(digest: Digest = None, policy: PolicyPath = None, states: States = None) -> None:
+def refuse_command(digest: Digest = None, policy: PolicyPath = None, states: States = None) -> CommandResult:
     """Refuse an experiment, or end one that runs; the worker notices within seconds."""
-    _decide(digest, policy, states, "refused")
+    return _decide(digest, policy, states, "refused")
 
 
 @app.command("schema")
@@ -103,11 +94,14 @@ def schema_command() -> None:
     typer.echo(json.dumps(schema, indent=2, ensure_ascii=False))
 
 
-def _decide(digest: str | None, policy: Path | None, states: str | None, state: str) -> None:
+def _decide(
+    digest: str | None, policy: Path | None, states: str | None, state: Literal["approved", "refused"]
+) -> CommandResult:
     from fedloom.member.approvals import Approvals
 
     folder, _ = _folder(policy, states)
-    _show_experiment(Approvals(folder).decide(digest, "approved" if state == "approved" else "refused"))
+    decided = Approvals(folder).decide(digest, state)
+    return CommandResult(_facts(decided), _described(decided))
 
 
 def _folder(policy: Path | None, states: str | None) -> tuple[Path, PolicyFile | None]:
@@ -123,12 +117,16 @@ def _folder(policy: Path | None, states: str | None) -> tuple[Path, PolicyFile |
     return folder, file
 
 
-def _show_experiment(known: KnownExperiment) -> None:
+def _facts(known: KnownExperiment) -> dict[str, Any]:
+    return {"digest": known.digest, "state": known.state, "since": known.since, "aggregator": known.aggregator}
+
+
+def _described(known: KnownExperiment) -> str:
     from datetime import datetime
 
     when = datetime.fromtimestamp(known.since).isoformat(" ", "seconds")
     name, method = known.experiment.get("name"), (known.experiment.get("algorithm") or {}).get("name")
-    typer.echo(f"{known.digest} {known.state} since {when}: {name}, {method}, from {known.aggregator}")
+    return f"{known.digest} {known.state} since {when}: {name}, {method}, from {known.aggregator}"
 
 
 def _spent(folder: Path, file: PolicyFile | None) -> tuple[int | None, dict[str, str]]:
@@ -146,17 +144,11 @@ def _spent(folder: Path, file: PolicyFile | None) -> tuple[int | None, dict[str,
     return usage.today, {client: rounded_up(total.epsilon) for client, total in totals.items()}
 
 
-def _show_methods(*, as_json: bool) -> None:
-    import json
-
+def _foreign_methods() -> CommandResult:
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.member.policy import code_digest
 
     found = {name: code_digest(type(find_algorithm(name))) for name in available()}
     foreign = {name: digest for name, digest in found.items() if digest is not None}
-    if as_json:
-        typer.echo(json.dumps(foreign, indent=2))
-    elif not foreign:
-        typer.echo("all methods are FedLoom's own")
-    for name, digest in foreign.items() if not as_json else ():
-        typer.echo(f"{name}: {digest}")
+    lines = [f"{name}: {digest}" for name, digest in foreign.items()]
+    return CommandResult(foreign, "\n".join(lines) or "all methods are FedLoom's own")

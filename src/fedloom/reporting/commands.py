@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import RunFolderArgument
+from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
+    from fedloom.errors import FedloomError
+    from fedloom.reporting.compare import RunComparison
     from fedloom.reporting.page import Table
 
+    Failures = Sequence[FedloomError]
 
-def report_command(run: RunFolderArgument) -> None:
+
+def report_command(run: RunFolderArgument) -> CommandResult:
     """Write a run's report.html and figures/ from its other files."""
     from fedloom.reporting.report import write_report
 
-    typer.echo(f"report: {write_report(run)}")
+    path = write_report(run)
+    return CommandResult({"report": path}, f"report: {path}")
 
 
 def compare_command(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of finished runs, or folders that contain finished runs.", metavar="RUN..."),
+        typer.Argument(
+            help="Folders of finished runs, or folders that contain finished runs.",
+            metavar="RUN...",
+            autocompletion=complete_runs,
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -38,24 +50,47 @@ def compare_command(
             metavar="NAME",
         ),
     ] = None,
-) -> None:
+) -> CommandResult:
     """Compare runs. Runs that differ only in the seed form one row."""
-    show_comparison(runs, out, against)
-    if out is not None:
-        typer.echo(f"comparison: {out / 'compare.html'}")
-
-
-def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None = None) -> None:
-    """Show a comparison of finished runs; write it to ``out``, a new folder or an earlier comparison's."""
-    from fedloom.cli.tables import print_paragraph
-    from fedloom.reporting import compare_tables as tables
     from fedloom.reporting.compare import compare_runs
-    from fedloom.reporting.compare_page import check_out, write_comparison
-    from fedloom.reporting.compare_tables import caution, findings, sentence
+    from fedloom.reporting.compare_page import check_out
 
     if out is not None:
         check_out(out)
-    comparison = compare_runs(runs, against)
+    return _compared(compare_runs(runs, against), out)
+
+
+def _compared(
+    comparison: RunComparison, out: Path | None, before: Callable[[], None] | None = None, failed: Failures = ()
+) -> CommandResult:
+    """Return a comparison of finished runs, written to ``out``; its text is shown after ``before``."""
+    from fedloom.errors import FedloomError
+    from fedloom.reporting.compare_page import write_comparison
+    from fedloom.reporting.compare_tables import pair_records, row_records
+
+    failures = [*failed]
+    page: Path | None = None
+    try:
+        page = None if out is None else write_comparison(comparison, out)
+    except FedloomError as error:  # after the results are shown
+        failures.append(error)
+
+    def show() -> None:
+        if before is not None:
+            before()
+        _show_comparison(comparison)
+        if page is not None:
+            typer.echo(f"comparison: {page}")
+
+    facts = {"rows": row_records(comparison), "pairs": pair_records(comparison), "notices": comparison.notices}
+    return CommandResult({**facts, "comparison": page}, show, failures)
+
+
+def _show_comparison(comparison: RunComparison) -> None:
+    from fedloom.cli.tables import print_paragraph
+    from fedloom.reporting import compare_tables as tables
+    from fedloom.reporting.compare_tables import caution, findings, sentence
+
     for notice in comparison.notices:
         typer.echo(notice, err=True)
     several = len(comparison.blocks) > 1
@@ -73,12 +108,10 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):
         if text:
             print_paragraph(text)
-    if out is not None:
-        write_comparison(comparison, out)
 
 
-def show_sweep(folder: Path) -> None:
-    """Show and write the results of a sweep.
+def compared_sweep(folder: Path, failures: Failures) -> CommandResult:
+    """Write the comparison of a sweep's runs, and return it with the errors of failed runs.
 
     If settings were tried, show test accuracy only for those chosen on validation: showing all would invite choosing
     by test accuracy. `fedloom compare SWEEP` shows everything.
@@ -101,10 +134,9 @@ def show_sweep(folder: Path) -> None:
             rows.append((row.label + mark, *(comparison.shown(row.validation(best=best)) for best in (False, True))))
         if not candidate or chosen.issuperset(paths):
             shown |= dict.fromkeys(paths)
-    if comparison.chosen:
-        print_table(title, ("", "last round", "best round"), rows)
-    show_comparison(list(shown), folder / "comparison")
-    typer.echo(f"comparison: {folder / 'comparison' / 'compare.html'}")
+    headings = ("", "last round", "best round")
+    before = partial(print_table, title, headings, rows) if comparison.chosen else None
+    return _compared(compare_runs(list(shown)), folder / "comparison", before, failures)
 
 
 def print_spec(title: str, table: Table, *, titled: bool = False) -> None:

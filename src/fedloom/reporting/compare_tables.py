@@ -189,8 +189,8 @@ def mean_only(comparison: RunComparison, value: MeanStd | None) -> str:
     return comparison.shown(None if value is None else MeanStd(value.mean, None))
 
 
-def rows_as_csv(comparison: RunComparison) -> str:
-    """Return a CSV line per row with every statistic: fractions, not percent, in full precision, empty if unknown.
+def row_records(comparison: RunComparison) -> list[dict[str, Any]]:
+    """Return every statistic of each row: fractions, not percent, in full precision, None if unknown.
 
     ``_std`` is over seeds; ``_over_clients`` is the mean over seeds of the standard deviation over clients.
     """
@@ -225,7 +225,12 @@ def rows_as_csv(comparison: RunComparison) -> str:
         if any(run.privacy is not None for run in comparison.runs):
             record["epsilon"] = row.epsilon()
         records.append(record | _with_std("duration_s", row.of_runs("duration_s")))
-    return records_as_csv(records)
+    return records
+
+
+def rows_as_csv(comparison: RunComparison) -> str:
+    """Return :func:`row_records` as CSV lines, empty if unknown."""
+    return records_as_csv(row_records(comparison))
 
 
 def _group_record(name: str, row: Row, group: str) -> dict[str, Any]:
@@ -241,9 +246,14 @@ def _group_record(name: str, row: Row, group: str) -> dict[str, Any]:
     return record
 
 
+def pair_records(comparison: RunComparison) -> list[dict[str, Any]]:
+    """Return the comparison of each pair of rows of a block and group of clients."""
+    return [_pair_record(comparison, pair) for pair in comparison.pairs]
+
+
 def pairs_as_csv(comparison: RunComparison) -> str:
-    """Return a CSV line for each pair of rows of a block and group of clients."""
-    return records_as_csv([_pair_record(comparison, pair) for pair in comparison.pairs])
+    """Return :func:`pair_records` as CSV lines."""
+    return records_as_csv(pair_records(comparison))
 
 
 def _pair_record(comparison: RunComparison, pair: Pair) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.core.files import read_file, write_atomically
+from fedloom.core.memory import spooled
 from fedloom.core.words import parsed_json
 from fedloom.errors import NEW_RUN, DataError, argument, as_storage_error
 from fedloom.runs.files import checkpoint_files
@@ -37,23 +38,17 @@ _AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)
 _ZEROS = b"0" * 64
 
 
-def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """Return a file with dense tensors on the CPU and ``metadata``, a JSON object without ``sha256``, as bytes."""
-    text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(metadata.items()))})
-    content = safetensors.torch.save(dict(tensors), metadata={"fedloom": text})
-    assert content[8 : _AT.start] == _BEFORE and content[_AT] == _ZEROS  # noqa: PT018 - one fact
-    return b"".join((content[: _AT.start], _digest(content).encode(), content[_AT.stop :]))
-
-
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+"""Types in the order of safetensors."""
 
 
 def tensor_parts(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[Buffer]:
-    """Return the parts of a file that :func:`decode_tensors` reads, without copying dense tensors on the CPU."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that all are aligned
+    """Return the parts of a file of safetensors, to the byte, without copying dense tensors on the CPU."""
+    kinds = list(_DTYPES)
+    ordered = sorted(tensors.items(), key=lambda item: (kinds.index(item[1].dtype), item[0]))
     text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(about.items()))})
     header: dict[str, object] = {"__metadata__": {"fedloom": text}}
     data: list[Buffer] = []
@@ -63,7 +58,7 @@ def tensor_parts(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> lis
         place = [start, start := start + size]
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
         data.append(cast("Buffer", tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    fields = json.dumps(header, separators=(",", ":")).encode()
+    fields = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     head = (len(fields) + -len(fields) % 8).to_bytes(8, "little") + fields + b" " * (-len(fields) % 8)
     digest = hashlib.sha256(head)
     for part in data:
@@ -138,8 +133,8 @@ class Checkpoint:
     digest: str = ""
     federation: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        """Return the file's bytes."""
+    def encode(self) -> list[Buffer]:
+        """Return the parts of the file."""
         metadata = {
             "version": VERSION,
             "algorithm": self.algorithm,
@@ -148,7 +143,7 @@ class Checkpoint:
             "best": None if self.best is None else [self.best.round, self.best.score],
         }
         beside = {FEDERATION + name: tensor for name, tensor in self.federation.items()}
-        return encode_tensors({**self.state, **beside}, metadata)
+        return tensor_parts({**self.state, **beside}, metadata)
 
 
 class Checkpoints:
@@ -175,7 +170,7 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint) -> None:
         """Copy the state, and write a checkpoint in the background; raise StorageError if the previous write failed."""
         self.wait()
-        copied = {name: tensor.detach().clone() for name, tensor in checkpoint.state.items()}
+        copied = {name: _copied(tensor.detach()) for name, tensor in checkpoint.state.items()}
         self._writing = self._writer.submit(self._write, replace(checkpoint, state=copied))
 
     def again(self, round: int) -> None:
@@ -233,7 +228,7 @@ class Checkpoints:
     def _write(self, checkpoint: Checkpoint) -> None:
         if self._before is not None:
             self._before()
-        write_atomically(self._path(checkpoint.round), checkpoint.encode())
+        write_atomically(self._path(checkpoint.round), *checkpoint.encode())
         rounds = self.rounds()
         keep = {*rounds[-KEPT:], *([checkpoint.best.round] if checkpoint.best else [])}
         for round in rounds:
@@ -280,6 +275,13 @@ class Checkpoints:
         if older := [other for other in others if other < round]:
             hint += f"; remove the file to continue from round {older[-1]} with {argument('resume')}"
         return hint
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    file = spooled(tensor.nbytes)
+    if file is None:
+        return tensor.clone()
+    return torch.frombuffer(file, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from fedloom.cli.completion import complete_runs
 from fedloom.cli.options import Checkpoint, ClientAccess, OtherPartition, ServerAccess, refuse_options, with_options
+from fedloom.cli.results import CommandResult
 from fedloom.core.processes import termination_requested
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.engine.options import ProbeOptions
+
+if TYPE_CHECKING:
+    from fedloom.privacy.spent import PrivacyGuarantee
 
 Format = Literal["safetensors", "pt2", "onnx", "peft"]
 """Formats of models, ``serving.personal_model.FORMATS``, whose module imports torch."""
@@ -23,7 +28,14 @@ Format = Literal["safetensors", "pt2", "onnx", "peft"]
 def serve_command(
     probes: ProbeOptions,
     access: ServerAccess,
-    run: Annotated[str, typer.Argument(help="The run's folder, or the URL where it is published.", metavar="RUN|URL")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The run's folder, or the URL where it is published.",
+            metavar="RUN|URL",
+            autocompletion=complete_runs,
+        ),
+    ],
     listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7734",
     follow: Annotated[
         bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as it has a checkpoint.")
@@ -96,6 +108,7 @@ def personalize_command(
                 "The run's folder; for one model also its URL, or the HOST:PORT of `fedloom serve` or of an aggregator."
             ),
             metavar="RUN|URL|HOST:PORT",
+            autocompletion=complete_runs,
         ),
     ],
     out: Annotated[
@@ -153,7 +166,7 @@ def personalize_command(
             metavar="E",
         ),
     ] = None,
-) -> None:
+) -> CommandResult:
     """Create and save models for clients, which need not have taken part in training."""
     from fedloom.errors import ExperimentError, QuorumError
 
@@ -169,13 +182,12 @@ def personalize_command(
         from fedloom.serving.client_models import save_models
 
         made = save_models(Path(where), out, checkpoint, partition, clients, data or (), predictor, f".{form}")
-        typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
         for client, reason in made.lost.items():
             typer.echo(f"{client} got no model: {reason}", err=True)
-        if made.lost:
-            everyone = pluralize(len(made.saved) + len(made.lost), "client")
-            raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
-        return
+        everyone = pluralize(len(made.saved) + len(made.lost), "client")
+        failures = [QuorumError(f"{len(made.lost)} of {everyone} got no model")] if made.lost else []
+        facts = {"folder": out, "saved": made.saved, "lost": made.lost}
+        return CommandResult(facts, f"{pluralize(len(made.saved), 'model')} in {out}", failures)
     of_all = {"--partition": partition, "--clients": clients, "--set format": settings.get("format")}
     refuse_options(
         of_all, f"is for a folder of models, and --out is one model, {out}; give --data DIR, one packed client."
@@ -195,21 +207,24 @@ def personalize_command(
         insecure=access.insecure,
         **settings,
     )
-    for path in model.save(out):
-        typer.echo(f"{path}")
-    card = model.card
-    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]})")
+    files, card = model.save(out), model.card
+    lines = [*map(str, files), f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]})"]
     if card.training_privacy is not None:
-        typer.echo(f"trained {card.training_privacy}")
-    if (guarantee := card.privacy) is None:
-        return
-    typer.echo(
+        lines.append(f"trained {card.training_privacy}")
+    if card.privacy is not None:
+        lines += _guaranteed(card.privacy, ledger)
+    return CommandResult({"files": files, "card": card}, "\n".join(lines))
+
+
+def _guaranteed(guarantee: PrivacyGuarantee, ledger: Path | None) -> Iterator[str]:
+    """Yield sentences about the privacy of a request, and of all in the ledger."""
+    yield (
         f"the data disclosed about its {pluralize(guarantee.examples, 'example')}: ({rounded_up(guarantee.epsilon)}, "
         f"{rounded_up(guarantee.delta)})-differentially private, replacing one; each further model costs as much again"
     )
     if guarantee.total_epsilon is not None and guarantee.total_delta is not None:
         trainings = f"{pluralize(guarantee.trainings, 'training')} and " if guarantee.trainings else ""
-        typer.echo(
+        yield (
             f"in total, after {trainings}{pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
             f"({rounded_up(guarantee.total_epsilon)}, {rounded_up(guarantee.total_delta)})"
         )

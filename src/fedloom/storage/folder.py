@@ -56,13 +56,7 @@ class FolderStore(Store):
     def write_parts(self, name: str, parts: Sequence[Buffer]) -> None:
         """Write an object from its parts, not durably."""
         path = self._path(name)
-
-        def write() -> None:
-            with staged(path) as partial:
-                fill(partial, *parts, durably=False, private=True)
-                partial.replace(path)
-
-        self._within(path, write)
+        self._within(path, lambda: write_atomically(path, *parts, durably=False, private=True))
 
     def create(self, name: str, content: bytes) -> None:
         """Write an object that must not exist yet."""

@@ -161,7 +161,7 @@ class HeldAnswers:
         if privacy is None and secure is None:
             return answer
         fields = self._summation.fields[type(answer)]
-        values = changes_of(answer, request, fields)
+        values = changes_of(answer, request, fields, exact=privacy is not None)
         if privacy is not None:
             _check_finite(values)
         if privacy is not None and secure is None and privacy.adaptive_clip is None:
@@ -275,7 +275,10 @@ class HeldAnswers:
     def _encoded(self, key: ConversationKey, client: str, held_answer: _Held, vector: SumVector) -> Integers:
         """Return the client's integers: of its weighted values, or of clipped ones with its share of the noise."""
         if not isinstance(vector, PrivateVector):
-            return vector.encode(self._weighted(held_answer, vector), len(held_answer.names))
+            fields, largest = vector.fields, self._summation.largest(held_answer.names)
+            own = held_answer.examples
+            weights = {name: field.weight(own) / field.weight(largest) for name, field in fields.items()}
+            return vector.encode(held_answer.values, len(held_answer.names), weights)
         context: tuple[object, ...] = (
             client,
             key.round,
@@ -325,13 +328,6 @@ class HeldAnswers:
         held_answer.vector, held_answer.names, held_answer.clip = vector, members, clip
         keys, signature = held_answer.member.advertise()
         return MemberKeys(_row(keys), _row(signature))
-
-    def _weighted(self, held_answer: _Held, vector: SumVector) -> Values:
-        fields, largest = vector.fields, self._summation.largest(held_answer.names)
-        return {
-            name: value * (fields[name].weight(held_answer.examples) / fields[name].weight(largest))
-            for name, value in held_answer.values.items()
-        }
 
 
 def _shapes(values: Values) -> Mapping[str, tuple[int, ...]]:

@@ -44,6 +44,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
+from fedloom.core.memory import large_array
 from fedloom.errors import QuorumError, RefusedError
 from fedloom.sums.masks import SEED_BYTES, Integers, add_masks, integer_type
 from fedloom.sums.session import (
@@ -424,7 +425,7 @@ class SecureSumAggregator:
         QuorumError
             If the secret of a member cannot be recovered.
         """
-        total = self._total.copy()
+        total: Integers = np.add(self._total, 0, out=large_array(self._total.size, self._total.dtype))
         add_masks(total, self._masks_left(self._forward(revealed, present & self._survivors)))
         return total
 

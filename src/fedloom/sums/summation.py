@@ -377,8 +377,12 @@ class SecureSum:
             raise QuorumError(f"{len(members)} clients are ready for a secure sum; {SMALLEST_SUM} are required")
         shapes = self._cohort.shapes(self._answer)
         self._vector = self._summation.vector(self._answer, shapes, self._settings, self._rule, len(members))
-        total = self._sum(members)
-        return self._totals(self._vector.decode(total, len(members)), self._summation.largest(members))
+        total, largest = self._sum(members), self._summation.largest(members)
+        weights = {name: field.weight(largest) for name, field in self._fields.items()}
+        is_wide = self._rule is not None or self._summation.dtype == torch.float64
+        sums = self._vector.decode(total, len(members), weights, np.float64 if is_wide else np.float32)
+        rows = [row for row, is_present in zip(self._rows, self._survived.tolist(), strict=True) if is_present]
+        return DecodedSums(sums, rows, self._vector)
 
     def _sum(self, members: tuple[str, ...]) -> Integers:
         """Make the steps of the protocol, each one exchange; return the sum."""
@@ -428,11 +432,6 @@ class SecureSum:
                     aggregator.add(self._rows.index(row), masked)
                 except RefusedError as error:
                     self._cohort.lose(row, str(error))
-
-    def _totals(self, sums: Values, largest: int) -> DecodedSums:
-        rows = [row for row, is_present in zip(self._rows, self._survived.tolist(), strict=True) if is_present]
-        weighted = {name: sums[name] * field.weight(largest) for name, field in self._fields.items()}
-        return DecodedSums({**sums, **weighted}, rows, self._vector)
 
     def _flags(self, messages: Collection[int]) -> NDArray[np.bool_]:
         """Return the members among these rows of the cohort, bool [n]."""

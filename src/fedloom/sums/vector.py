@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, learned_fields, reported_fields
+from fedloom.core.memory import large_array
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.private_sums import BIT, Values, noisy_names
 from fedloom.messages import Message, Quantity
@@ -45,6 +48,12 @@ FINEST = 2.0**40
 """Largest standard deviation of a client's noise in steps; finer steps do not improve privacy."""
 
 _PARTS = 4
+
+Weights: TypeAlias = Mapping[str, float]
+_ALIKE: Weights = MappingProxyType({})
+
+_BLOCK = 1 << 20
+"""Values that are converted at a time."""
 
 
 @dataclass(frozen=True)
@@ -94,34 +103,39 @@ class SumVector:
         (quantity,) = (field.quantity for field in self.answer.fields() if field.name == name)
         return METRIC_BOUND if quantity is Quantity.METRICS else STATISTIC_BOUND
 
-    def check(self, values: Mapping[str, NDArray[np.float64]]) -> None:
+    def check(self, values: Values) -> None:
         """Check that each value is finite, and within its bound.
 
         Raise DataError if one is not. The message is sent to the aggregator, so the value is only in the error's cause.
         """
         for name in (*self.updates, *self.statistics):
-            largest, bound = float(np.abs(values[name]).max(initial=0.0)), self.bound(name)
+            value, bound = values[name], self.bound(name)
+            largest = max(float(value.max(initial=0)), -float(value.min(initial=0)))  # abs would copy it
             if not math.isfinite(largest):
                 raise DataError(f"{name} is not finite")
             if largest > bound:
                 hint = "; raise federation.secure_aggregation.range" if name in self.updates else ""
-                value = DataError(f"the largest has magnitude {largest:g}")
-                raise DataError(f"{name} has a value beyond {bound:g}{hint}") from value
+                cause = DataError(f"the largest has magnitude {largest:g}")
+                raise DataError(f"{name} has a value beyond {bound:g}{hint}") from cause
 
-    def encode(self, values: Mapping[str, NDArray[np.float64]], clients: int) -> Integers:
-        """Return the values of one client as integers, for a sum over this number of clients.
+    def encode(self, values: Values, clients: int, weights: Weights = _ALIKE) -> Integers:
+        """Return the weighted values of one client as integers, for a sum over this number of clients.
 
-        Raise DataError if a value is not finite, or beyond its bound.
+        Fields without a weight count once. Raise DataError if a value is not finite, or beyond its bound.
         """
-        parts = [to_integers(values[name].reshape(-1), self.bound(name), clients, self.bits) for name in self.updates]
-        for name in self.statistics:
-            wide = to_integers(values[name].reshape(-1), self.bound(name), clients, 64)
-            parts.append(wide if self.bits == 64 else wide.view("<u2").astype("<u4"))
-        return np.concatenate(parts)
+        integers, end = np.empty(self.size, integer_type(self.bits)), 0
+        for name in (*self.updates, *self.statistics):
+            flat, bits = values[name].reshape(-1), self.bits if name in self.updates else 64
+            for start in range(0, len(flat), _BLOCK):
+                block = np.multiply(flat[start : start + _BLOCK], weights.get(name, 1.0), dtype=np.float64)
+                part = to_integers(block, self.bound(name), clients, bits)
+                part = part if bits == self.bits else part.view("<u2").astype("<u4")
+                integers[end : (end := end + len(part))] = part
+        return integers
 
-    def decode(self, total: Integers, clients: int) -> Mapping[str, NDArray[np.float64]]:
-        """Return the sums of the fields, ``clients`` as in :meth:`encode`."""
-        sums: dict[str, NDArray[np.float64]] = {}
+    def decode(self, total: Integers, clients: int, weights: Weights = _ALIKE, dtype: Any = np.float64) -> Values:
+        """Return the sums of the fields, times weights; ``clients`` as in :meth:`encode`, ``dtype`` that of updates."""
+        sums: dict[str, NDArray[Any]] = {}
         for name in (*self.updates, *self.statistics):
             count, bits = math.prod(self.shapes[name]), self.bits
             if name in self.statistics and bits == 32:
@@ -130,7 +144,11 @@ class SumVector:
             if bits != self.bits:
                 shifts = np.arange(_PARTS, dtype="<u8") * np.uint64(16)
                 part = (part.reshape(-1, _PARTS).astype("<u8") << shifts).sum(axis=1, dtype="<u8")
-            sums[name] = from_integers(part, self.bound(name), clients, bits).reshape(self.shapes[name])
+            values = large_array(len(part), np.float64 if name in self.statistics else dtype)
+            for start in range(0, len(part), _BLOCK):
+                block = from_integers(part[start : start + _BLOCK], self.bound(name), clients, bits)
+                values[start : start + _BLOCK] = block * weights.get(name, 1.0)
+            sums[name] = values.reshape(self.shapes[name])
         return sums
 
     def as_bytes(self, vector: Integers) -> Tensor:

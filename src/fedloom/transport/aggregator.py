@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from fedloom.core.memory import SPOOLED_BYTES, return_freed_memory
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity
 from fedloom.federation.monitor import Control, Monitor
@@ -249,6 +250,8 @@ class Aggregator:
             self._post(self._dispatcher.finish, exchange)
         if len(answers) < len(call.rows) and self._alive():
             exchange.finished.wait(ALIVE_S)  # silent clients are recorded before the next cohort is drawn
+        if any(isinstance(answer, Message) and answer.client_bytes() >= SPOOLED_BYTES for answer in answers.values()):
+            return_freed_memory()  # of frames
         late = Lost(f"timeout: no answer after {call.deadline_s} s" if self._alive() else STOPPED)
         return [answers.get(row, late) for row in call.rows]
 

@@ -18,6 +18,7 @@ import torch
 from isal.isal_zlib import crc32
 from torch import Tensor
 
+from fedloom.core.memory import spooled
 from fedloom.federation.validation import TensorSpec, specs
 from fedloom.messages import Message, Quantity
 from fedloom.transport.frames import (
@@ -347,8 +348,10 @@ def memory(nbytes: int) -> Tensor:
     """Allocate aligned memory for one tensor as flat uint8; a slice of a shared buffer would not be aligned.
 
     Large tensors use huge pages where the system has them: each exchange allocates new memory, and obtaining that page
-    by page costs as much as reading the data that fill it.
+    by page costs as much as reading the data that fill it. Very large ones are files (:func:`spooled`).
     """
+    if (file := spooled(nbytes)) is not None:
+        return torch.frombuffer(file, dtype=torch.uint8)
     if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernel without huge pages
             pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fedloom.core import tracing
+from fedloom.core.memory import SPOOLED_BYTES, return_freed_memory
 from fedloom.errors import DataError
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import ConversationKey, Declined, Gate, Lost, MissingConversation
@@ -159,6 +160,8 @@ def _answer(connection: WorkerConnection, session: Session, request: WorkerReque
     rows, clients = list(request.envelope.rows), list(request.envelope.clients)
     try:
         message = request.message(session.vocabulary)
+        if message.client_bytes() >= SPOOLED_BYTES:
+            return_freed_memory()  # of frames, and of what was computed before
     except (WireError, DataError) as error:
         reason = f"the worker cannot read the request: {error}" if isinstance(error, WireError) else str(error)
         refused = {"client": ", ".join(clients), "data": {"event": "refused"}}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fedloom.cli.options import ExperimentFile, Parallel, Set, Space, TrialCount, with_options
+from fedloom.cli.results import CommandResult
 from fedloom.engine.options import JobOptions
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def search_command(
     trials: TrialCount = None,
     parallel: Parallel = 1,
     set_: Set = None,
-) -> None:
+) -> CommandResult:
     """Find the values of keys that are best on validation data. Test results are shown for the chosen trial only."""
     from fedloom import experiment as experiments
     from fedloom.experiment.search_space import plan_search, read_space
@@ -41,10 +42,14 @@ def search_command(
 
     search = carry_out_search(plan, make, options, SweepWatch(choosing=True), parallel)
     headings, rows = trial_rows(search.summary)
-    print_table("Trials, by validation data of the seen clients", headings, rows, texts=(0, len(headings) - 1))
-    typer.echo(f"\nchosen: {search.chosen.folder}")
-    for key, text in search.chosen_texts.items():
-        typer.echo(f"  --set {key}={text}")
-    print_results(search.chosen.summary)
-    if (search.folder / PAGE).exists():
-        typer.echo(f"page: {search.folder / PAGE}")
+
+    def show() -> None:
+        print_table("Trials, by validation data of the seen clients", headings, rows, texts=(0, len(headings) - 1))
+        typer.echo(f"\nchosen: {search.chosen.folder}")
+        for key, text in search.chosen_texts.items():
+            typer.echo(f"  --set {key}={text}")
+        print_results(search.chosen.summary)
+        if (search.folder / PAGE).exists():
+            typer.echo(f"page: {search.folder / PAGE}")
+
+    return CommandResult({"folder": search.folder, **search.summary}, show)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,28 +29,11 @@ def complete(run: RunFolder, experiment: Experiment, report: bool = True) -> boo
     return not report or (run.path / "report.html").exists() or find_spec("matplotlib") is None
 
 
-def run_sweep(
-    points: Sequence[Point],
-    folder: Path,
-    options: RunOptions,
-    observer: JobObserver | None = None,
-    *,
-    parallel: int = 1,
-    on_end: Callable[[Path], None] | None = None,
-) -> None:
-    """Run every point that is not finished yet as :func:`run_points`; a failed run does not stop the others.
-
-    ``on_end`` is called with the folder once all points have run, unless all of them failed.
-
-    Raise FedloomError if runs failed, after all have been tried; of the class of the first failure.
-    """
-    failures = run_points(points, folder, options, observer, parallel=parallel)
-    if on_end is not None and len(failures) < len(points):
-        on_end(folder)
-    if failures:
-        first, *_ = failures.values()
-        listing = "\n".join(f"  {name}: {error}" for name, error in failures.items())
-        raise type(first)(f"{len(failures)} of {pluralize(len(points), 'run')} failed:\n{listing}")
+def failed_sweep(failures: Mapping[str, FedloomError], count: int) -> FedloomError:
+    """Return the error of a sweep of ``count`` runs with these failures; of the class of the first one."""
+    first = next(iter(failures.values()))
+    listing = "\n".join(f"  {name}: {error}" for name, error in failures.items())
+    return type(first)(f"{len(failures)} of {pluralize(count, 'run')} failed:\n{listing}")
 
 
 def run_points(
