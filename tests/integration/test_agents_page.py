@@ -122,6 +122,8 @@ def test_packages_files_and_targets_named_on_the_page_exist() -> None:
     assert rooms <= set(re.findall(r"`(\w+)/`", page))
     for named in re.findall(r"`((?:tests|src|docs)/[\w/.]+\w)`", page):
         assert (ROOT / named).exists(), named
+    for link in re.findall(r"\]\(([^)#\s]+)", page):
+        assert (ROOT / link).exists(), link
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", page, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
