@@ -142,7 +142,7 @@ data:
   held_out_fraction: 0.0
 model: {{name: mlp, hidden: [{width}, {width}]}}
 algorithm: {{name: fedavg, personalize_steps: 0, local: {{steps: 2, batch_size: 16}}}}
-federation: {{rounds: 2, clients_per_round: {workers}{secure}}}
+federation: {{rounds: 2, clients_per_round: {workers}, deadline_s: 3600{secure}}}
 evaluation: {{every: 1000000}}
 runtime: {{workers: {workers}}}
 """

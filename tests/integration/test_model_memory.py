@@ -37,7 +37,7 @@ def peaks(folder: Path, root: Path, width: int, **federation: object) -> tuple[i
         data={"partition": partition, "held_out_fraction": 0.0},
         model={"name": "mlp", "hidden": [width, width]},
         algorithm={"name": "fedavg", "local": {"steps": 2, "batch_size": 16}},
-        federation={"rounds": 2, "clients_per_round": 3, "checkpoint_every_s": 30, **federation},
+        federation={"rounds": 2, "clients_per_round": 3, "checkpoint_every_s": 30, "deadline_s": 3600, **federation},
         evaluation={"every": 1000},
     )
     seen: dict[int, int] = {}
@@ -57,10 +57,10 @@ def peaks(folder: Path, root: Path, width: int, **federation: object) -> tuple[i
 @pytest.mark.xdist_group("runs")
 @pytest.mark.parametrize("federation", [{}, {"secure_aggregation": {}}], ids=["updates", "secure sums"])
 def test_no_process_holds_a_large_model_more_than_three_times(
-    root: Path, tmp_path: Path, federation: dict[str, object]
+    fresh_root: Path, tmp_path: Path, federation: dict[str, object]
 ) -> None:
     """A sample that misses a peak can only make this pass: a busy machine never fails it."""
-    small = peaks(tmp_path / "small", root, 8, **federation)
-    large = peaks(tmp_path / "large", root, WIDTH, **federation)
+    small = peaks(tmp_path / "small", fresh_root, 8, **federation)
+    large = peaks(tmp_path / "large", fresh_root, WIDTH, **federation)
     for side, least, most in zip(("aggregator", "worker"), small, large, strict=True):
         assert most - least <= 3 * MODEL + FRAMES, (side, (most - least) / MODEL)
