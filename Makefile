@@ -42,9 +42,8 @@ $(STAMP): pyproject.toml images/constraints.txt Makefile
 	@touch $@
 	@echo "setup: done"
 
-run: setup ## train PeFLL, FedAvg and Local on Fashion-MNIST and compare what each client would get
-	@$(BIN)/fedloom data fetch fashion-mnist
-	@./research/quickstart.sh
+run: setup ## train PeFLL, FedAvg and Local on Fashion-MNIST, and compare what each client gets, here and as published
+	@$(BIN)/fedloom reproduce quickstart/make-run
 
 # One thread per process: the tests run in several, and two that fight over a core are slower than one. Threads of the
 # runs that ask for more sleep while they wait for each other: an eighth of the tests' processor time was spinning.
