@@ -94,6 +94,17 @@ CIFAR10 = {  # papers/001, Table 1, n = 90, after 5000 rounds: seen, unseen
 }  # fmt: skip
 
 
+def paper_figures() -> dict[str, dict[str, float]]:
+    """Return the papers' figures by pattern of runs and quantity."""
+    found = {
+        f"table-1/{test}/{method}/*": {of: v for of, v in (("seen", pm), ("global", gm)) if v is not None}
+        for test, methods in PAPER.items()
+        for method, (pm, gm) in methods.items()
+    }
+    of_cifar10 = {f"cifar10/test/{m}/*": {"seen": seen, "unseen_mean": new} for m, (seen, new) in CIFAR10.items()}
+    return found | of_cifar10
+
+
 def tables(runs: Runs) -> Iterator[str]:
     """Yield all tables in the page's order."""
     for mix in ("two-classes", "iid"):

@@ -37,7 +37,7 @@ COLOURS = {"pefll": "#0072b2", "fedavg": "#d55e00", "local": "#009e73"}
 
 
 def folded(folder: Path) -> Runs:
-    """Return the results of research/own-steps.sh.
+    """Return the results of the runs of research/parts/own-steps.yaml.
 
     DATA/search/METHOD/RATE has validation accuracy of seen clients (mean over seeds), DATA/own/METHOD/RATE that of new
     clients after each number of steps (mean over seeds). DATA/test/METHOD/seed=N has their test accuracy at the step

@@ -49,6 +49,20 @@ PAPER = {  # Table 1, percent
     ("cifar10", "FedAvg, GM"): ("44.24", "56.73", "79.05"),
 }
 
+SIZES_IN_PAPER = ("small", "medium", "large")
+
+
+def paper_figures() -> dict[str, dict[str, float]]:
+    """Return the paper's figures of Table 1 by pattern of runs and quantity."""
+    found: dict[str, dict[str, float]] = {}
+    for (data, name), figures in PAPER.items():
+        method, predictor = name.lower().split(", ")
+        for size, figure in zip(SIZES_IN_PAPER, figures, strict=True):
+            kept = [f"kept/{data}/{size}/*"] if method == "pfedbayes" and data != "cifar10" else []
+            for folder in (f"{data}/{size}/{method}/*", *kept):
+                found.setdefault(folder, {})["seen" if predictor == "pm" else "global"] = float(figure)
+    return found
+
 
 TABLE_2 = (  # ρ, ζ, η₁, η₂; percent: PM and GM
     ("-1", "10", "0.001", "0.001", "97.38", "91.61"),

@@ -1,6 +1,6 @@
 """Results pages: compact files from finished runs, and tables and figures from the compact files.
 
-    python research/results.py fold PAGE RUNS      docs/results/PAGE.csv from the folder that PAGE's script fills
+    python research/results.py fold PAGE RUNS      docs/results/PAGE.csv from runs that fedloom reproduce made
     python research/results.py tables PAGE         the page's tables, in Markdown
     python research/results.py figures PAGE        its figures, docs/results/PAGE-*.svg
     python research/results.py chosen FOLDER [KEY] the step size, or another key, that validation chooses in a sweep
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import leaderboard
 import pages_baselines
 import pages_comfedl
 import pages_flowdup
@@ -32,6 +33,7 @@ import pages_quickstart
 import pages_training_privacy
 import pages_vowel
 import pages_wga
+from made import with_commits
 from matplotlib.figure import Figure
 from summaries import Runs, chosen_value, fold, read, written
 
@@ -47,7 +49,8 @@ class Page:
     ``columns`` are the quantities, or all measured ones if empty. Runs that match a pattern in ``whole`` keep every
     evaluation, others the last and the chosen one. Runs in ``searches`` keep only the last validation accuracy, and
     their folder's name instead of settings. ``more`` measures what runs do not record. ``folded`` replaces all of this:
-    it makes the compact file from the runs' folder.
+    it makes the compact file from the runs' folder. ``paper`` has the paper's figures that the page cites, by
+    pattern of runs and quantity.
     """
 
     tables: Callable[[Runs], Iterator[str]]
@@ -57,12 +60,19 @@ class Page:
     searches: Sequence[str] = ()
     more: Callable[[Path], dict[str, float]] | None = None
     folded: Callable[[Path], Runs] | None = None
+    paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 PAGES = {
-    "baselines": Page(pages_baselines.tables, columns=pages_baselines.COLUMNS, searches=pages_baselines.SEARCHES),
+    "baselines": Page(
+        pages_baselines.tables,
+        columns=pages_baselines.COLUMNS,
+        searches=pages_baselines.SEARCHES,
+        paper=pages_baselines.paper_figures(),
+    ),
     "comfedl": Page(pages_comfedl.tables, pages_comfedl.FIGURES, pages_comfedl.COLUMNS, pages_comfedl.WHOLE),
     "flowdup": Page(pages_flowdup.tables, columns=pages_flowdup.COLUMNS, folded=pages_flowdup.folded),
+    "leaderboard": Page(leaderboard.tables),
     "natural": Page(
         pages_natural.tables,
         pages_natural.FIGURES,
@@ -84,7 +94,9 @@ PAGES = {
         columns=pages_own_tasks.COLUMNS,
         folded=pages_own_tasks.folded,
     ),
-    "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
+    "pefll-cifar10": Page(
+        pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",), paper=pages_pefll.PAPER
+    ),
     "pefll-fashion-mnist": Page(pages_pefll_fashion.tables, columns=pages_pefll_fashion.COLUMNS),
     "pfedbayes": Page(
         pages_pfedbayes.tables,
@@ -92,6 +104,7 @@ PAGES = {
         pages_pfedbayes.COLUMNS,
         pages_pfedbayes.WHOLE,
         more=pages_pfedbayes.measured_too,
+        paper=pages_pfedbayes.paper_figures(),
     ),
     "private-descriptors": Page(pages_private.tables, columns=pages_private.COLUMNS, whole=("*",)),
     "quickstart": Page(
@@ -127,6 +140,22 @@ def compact(svg: str) -> str:
     return re.sub(r">\s+<(?!path|text|/svg)", "><", svg)
 
 
+def folded(page: Page, folder: Path, before: Runs) -> Runs:
+    """Return a page's runs in a folder, as they stand in its compact file, and those of compact files in it."""
+    if page.folded is not None:
+        return page.folded(folder)
+    found = fold(folder, whole=page.whole, searches=page.searches, more=page.more, before=before)
+    for path in sorted(folder.glob("*.csv")):  # from research/wga_figures.py
+        found |= read(path)
+    return found
+
+
+def published(name: str) -> Runs:
+    """Return the runs of a page's compact file; none if it is made from the files of other pages."""
+    file = RESULTS / f"{name}.csv"
+    return read(file) if file.exists() else Runs()
+
+
 def main() -> None:
     """Run the requested command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,16 +173,13 @@ def main() -> None:
         folder = Path(given.runs or "")
         if given.runs is None or not folder.is_dir():
             parser.error(f"fold PAGE RUNS needs the folder of the finished runs (got {given.runs})")
-        before = read(file) if file.exists() else Runs()
-        if page.folded is None:
-            found = fold(folder, whole=page.whole, searches=page.searches, more=page.more, before=before)
-        else:
-            found = page.folded(folder)
+        before = published(given.page)
+        found = with_commits(folder, folded(page, folder, before))
         file.write_text(written(Runs(before | found), page.columns), encoding="utf-8")
     elif given.what == "tables":
-        print("\n\n".join(page.tables(read(file))))
+        print("\n\n".join(page.tables(published(given.page))))
     else:
-        runs = read(file)
+        runs = published(given.page)
         for name, draw in page.figures.items():
             (RESULTS / f"{given.page}-{name}.svg").write_text(compact(as_svg(draw)(runs)), encoding="utf-8")
 

@@ -33,7 +33,8 @@ UNINTERESTING = ("name", "seed", "runtime", "storage", "data.root", "evaluation.
 class Evaluation:
     """Line of the file: a run evaluated after ``round``; ``left`` is the round in which it diverged, if it did.
 
-    ``seed`` is text because a line may be a mean over seeds (``4-10``), with the deviation in ``..._sd``.
+    ``seed`` is text because a line may be a mean over seeds (``4-10``), with the deviation in ``..._sd``. ``commit`` is
+    the commit that made the run, if it is known, and ``recorded`` the one in which its values first stood in the file.
     """
 
     run: str
@@ -43,6 +44,8 @@ class Evaluation:
     left: int | None
     values: dict[str, float]
     clients: Mapping[str, float]
+    commit: str = ""
+    recorded: str = ""
 
     def __getitem__(self, quantity: str) -> float:
         return self.values[quantity]
@@ -230,6 +233,9 @@ def _varied(experiments: Sequence[Mapping[str, str]]) -> dict[str, set[str]]:
 FIRST = ("run", "seed", "settings", "round", "left")
 """Columns before the quantities; a run's first line has its settings."""
 
+ORIGIN = ("commit", "recorded")
+"""Further columns of a run's first line, if any run has them."""
+
 
 def written(runs: Runs, columns: Sequence[str] = ()) -> str:
     """Return the compact file with these quantities, or all that any run has."""
@@ -237,13 +243,15 @@ def written(runs: Runs, columns: Sequence[str] = ()) -> str:
     there = {quantity: None for line in lines for quantity in line.values}
     columns = [column for column in columns or there if column in there]
     clients = any(line.clients for line in lines)
+    origin = [name for name in ORIGIN if any(getattr(line, name) for line in lines)]
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*FIRST, *columns, *(["clients"] if clients else [])])
+    writer.writerow([*FIRST, *origin, *columns, *(["clients"] if clients else [])])
     for line in lines:
         new = line is runs[line.run][0]
         settings = " ".join(f"{key}={value}" for key, value in line.settings.items() if new)
         start = [line.run, line.seed, settings, line.round, "" if line.left is None else line.left]
+        start += [getattr(line, name) if new else "" for name in origin]
         cells = [f"{line[column]:.10g}" if column in line.values else "" for column in columns]
         each = " ".join(f"{id}={value:.6g}" for id, value in line.clients.items())
         writer.writerow([*start, *cells, *([each] if clients else [])])
@@ -256,6 +264,7 @@ def read(path: Path) -> Runs:
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             about = {key: row.pop(key) for key in FIRST}
+            origin = {key: row.pop(key, "") for key in ORIGIN}
             clients = dict(part.rsplit("=", 1) for part in row.pop("clients", "").split())
             before = lines.setdefault(about["run"], [])
             settings = dict(part.split("=", 1) for part in about["settings"].split())
@@ -267,6 +276,7 @@ def read(path: Path) -> Runs:
                 int(about["left"]) if about["left"] else None,
                 {key: float(value) for key, value in row.items() if value},
                 {id: float(value) for id, value in clients.items()},
+                *((before[0].commit, before[0].recorded) if before else origin.values()),
             )
             before.append(line)
     return Runs({name: tuple(those) for name, those in lines.items()})

@@ -6,7 +6,7 @@
 ``cohort``: the aggregator's CPU time, its peak memory and its bytes for rounds of a cohort that answers at once,
 through the real cohort and gRPC; the clients are at one worker process (``echo.py``). The second of two rounds counts.
 
-``run``: pairs of runs of FedAvg on ``experiments/quickstart.yaml`` as ``research/quickstart.sh`` makes them, in one
+``run``: pairs of runs of FedAvg on ``experiments/quickstart.yaml`` as ``make run`` makes them, in one
 process each, with and without ``federation.secure_aggregation``, in turn: wall and CPU time of the whole process, and
 of a training round.
 """

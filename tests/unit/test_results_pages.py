@@ -5,19 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import re
-import sys
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import baselines
 import own_steps
 import pages_own_steps
 import pytest
-import quickstart_expected
 import results
 import summaries
-from facts import tells
 from run_folders import put, write_run
 
 from fedloom.experiment import load_experiment
@@ -33,7 +29,7 @@ def tables_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in RESULTS.glob("*.md")))
 def test_tables_of_a_page_match_its_compact_file(page: str) -> None:
-    made = list(results.PAGES[page].tables(summaries.read(RESULTS / f"{page}.csv")))
+    made = list(results.PAGES[page].tables(results.published(page)))
     on_page = tables_of(page)
     assert [table for table in made if table not in on_page] == []
     assert [table for table in on_page if table not in made] == []
@@ -48,7 +44,7 @@ def test_pages_show_exactly_the_existing_figures() -> None:
     assert shown == {path.name for path in RESULTS.glob("*.svg")}
 
 
-@pytest.mark.parametrize("page", sorted(results.PAGES))
+@pytest.mark.parametrize("page", sorted(path.stem for path in RESULTS.glob("*.csv")))
 def test_a_compact_file_round_trips(page: str) -> None:
     path = RESULTS / f"{page}.csv"
     assert summaries.written(summaries.read(path), results.PAGES[page].columns) == path.read_text(encoding="utf-8")
@@ -163,53 +159,3 @@ def test_a_setting_sets_all_keys_of_its_axis() -> None:
     file = baselines.ROOT / "experiments" / f"{regime.file}.yaml"
     found = load_experiment(file, [*regime.search, *ditto.overrides({"lr": 0.2, "proximity": 1})]).algorithm.settings
     assert (found.local.lr, found.personal.lr, found.proximity) == (0.2, 0.2, 1)
-
-
-QUICKSTART = Path(__file__).parents[2] / "docs" / "results" / "quickstart.csv"
-
-
-def store(folder: Path, algorithm: str, seed: int, accuracies: dict[int, float]) -> None:
-    """Write the part of a run's summary that is compared."""
-    lines = [
-        {"steps": k, "unseen": {"accuracy_mean": value / 100, "masked": {"accuracy_mean": 1.0}}}
-        for k, value in accuracies.items()
-    ]
-    summary: dict[str, Any] = {"algorithm": algorithm, "seed": seed, "own_steps": lines}
-    if algorithm == "local":
-        summary |= {"local": {"new_client": {"personal": {"client_steps": 100}}}, "unseen": lines[0]["unseen"]}
-    folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps(summary))
-
-
-def printed(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Return the lines of the table, by method and steps."""
-    monkeypatch.setattr(sys, "argv", ["quickstart_expected.py", str(runs)])
-    quickstart_expected.main()
-    return capsys.readouterr().out.splitlines()
-
-
-def test_a_run_is_shown_beside_what_is_expected_of_its_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store(tmp_path / "pefll", "pefll", 1, {0: 85.5, 20: 60.0})
-    store(tmp_path / "local/seed=2", "local", 2, {100: 90.75})
-    lines = printed(tmp_path, monkeypatch, capsys)
-    shown = {tuple(line.split()[:2]): line for line in lines if line.split()[:1] in (["1"], ["2"])}
-    assert len([line for line in lines if line.startswith("   1")]) == 2
-    assert any(tells(line, "PeFLL", "0", "86.7", "85.5") and "outside" not in line for line in lines)
-    assert any(tells(line, "PeFLL", "20", "60.0", "outside") for line in lines)
-    assert tells(shown["2", "Local,"], "100", "90.7", "90.8")
-    store(tmp_path / "other/pefll", "pefll", 9, {0: 85.5})
-    assert tells(printed(tmp_path / "other", monkeypatch, capsys)[0], "No figures", "quickstart-expected.csv")
-
-
-def test_what_is_expected_is_what_the_page_measured() -> None:
-    with QUICKSTART.open(encoding="utf-8", newline="") as file:
-        pages = {row["run"]: row for row in csv.DictReader(file)}
-    with quickstart_expected.EXPECTED.open(encoding="utf-8", newline="") as file:
-        expected = list(csv.DictReader(file))
-    assert {row["seed"] for row in expected} == set("1234")
-    for row in expected:
-        if row["seed"] != "1":
-            measured = pages[f"native/{row['method']}/seed={row['seed']}"][f"after_{row['steps']}"]
-            assert float(row["accuracy"]) == float(measured)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 import fedloom
-from fedloom.cli import catalogue, check, data, doctor, new, pack, run, runs, security, status, tools, worker
+from fedloom.cli import catalogue, check, data, doctor, new, pack, reproduce, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.cli.results import Terminated, UsageError, as_command_failure, described, print_json
@@ -58,6 +58,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "report": None,
         "search": None,
         "audit": None,
+        "reproduce": reproduce.reproduce_command,
     },
     "Choices for an experiment": {
         "datasets": data.datasets_command,
