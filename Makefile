@@ -9,6 +9,9 @@ PYTEST_ARGS ?= -n 4 --dist loadgroup
 # Compiled modules are kept, whatever the shell says: without them every process compiles torch anew, in three seconds.
 export PYTHONDONTWRITEBYTECODE =
 
+# The build of torch for setup: `cpu` where there is no GPU, if PyTorch's index can be reached; empty: the default index's.
+TORCH ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,cpu)
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-cluster test-all lint style format protos docs site bench faults cuda clean images kind-up kind-test kind-down
 
@@ -23,6 +26,12 @@ $(STAMP): pyproject.toml images/constraints.txt Makefile
 		echo "  Name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@if $(BIN)/uv --version >/dev/null 2>&1 || $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement images/uv.txt; then \
+		if [ "$(TORCH)" ] && ! ls -d $(VENV)/lib/python3.*/site-packages/torch >/dev/null 2>&1; then \
+			: "constraints.txt has the hashes of the default index's builds: these two have their versions alone, as in the images"; \
+			UV_HTTP_RETRIES=0 UV_HTTP_CONNECT_TIMEOUT=5 $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --torch-backend $(TORCH) \
+				torch==$$(sed -n 's/^ARG TORCH_VERSION=//p' images/Dockerfile) $$(sed -n 's/^\(torchvision==[^ ]*\) .*/\1/p' images/constraints.txt) \
+				2>/dev/null || echo "setup: no $(TORCH) build of torch can be had here, installing the default one (on Linux with CUDA, 4 GB more)"; \
+		fi; \
 		echo "setup: installing FedLoom with uv"; \
 		$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints images/constraints.txt -e '.[dev]'; \
 	else \

@@ -26,6 +26,8 @@ from fedloom.kubeflow.pods import PodSettings, TaskPod
 from fedloom.tasks.names import TaskName
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
+KEYS_PAGES = PAGE.parent / "keys"
+"""A page of each section of an experiment file."""
 SCHEMA = Path(__file__).parent / "experiment.schema.json"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
@@ -49,7 +51,8 @@ MAPPINGS = {
 HEAD = """\
 # Keys of an experiment file
 
-Made from the code by `make docs`; the guide is [experiment.md](experiment.md).
+Find the page of a section, and the keys at the top level. Made from the code by `make docs`; the guide is
+[experiment.md](experiment.md).
 """
 
 CLUSTER_HEAD = """\
@@ -136,12 +139,17 @@ def _lengths(node: Schema) -> str:
     return f" ({low or 0} or more items)" if high is None else f" ({low or 0} to {high} items)"
 
 
-def page() -> str:
-    """Return the page: one table for each section, and for each scheme, model and method."""
+def keys_pages() -> dict[str, str]:
+    """Return the pages of keys by file name: the top level with links, and a page for each section."""
     schema = json_schema()
-    parts = [HEAD, *_section("Top level", schema, schema, depth=1)]
+    pages: dict[str, str] = {}
     for name, node in schema["properties"].items():
         nested = [branch for branch in branches(node, schema) if "properties" in branch]
+        meaning = node.get("description") or next((one["description"] for one in nested), "")
+        parts = [
+            f"# Keys of `{name}`\n\n{meaning} Made from the code by `make docs`; all sections: "
+            "[keys of an experiment file](../experiment-keys.md).\n"
+        ]
         for branch in nested:
             title = f"`{name}` with `own`" if "own" in branch["properties"] else _title(name, branch)
             parts += _section(title, branch, schema)
@@ -154,7 +162,24 @@ def page() -> str:
             schedules = TypeAdapter(RateSchedule).json_schema()
             for one in branches(schedules, schedules):
                 parts += _section(_title("schedule", one), one, schedules)
-    return "\n".join(parts)
+        if nested:
+            pages[f"keys/{name}.md"] = "\n".join(parts)
+    contents = ["| section | keys |", "|---|---|"]
+    for path, text in pages.items():
+        titles = re.findall("^## (.*)$", text, re.MULTILINE)
+        links = (f"[{_short(title)}]({path}#{_anchor(title)})" for title in titles)
+        contents.append(f"| [`{Path(path).stem}`]({path}) | {', '.join(links)} |")
+    top = _section("Top level", schema, schema, depth=1)
+    return {PAGE.name: "\n".join([HEAD, "## Sections\n", *contents, "", *top]), **pages}
+
+
+def _short(title: str) -> str:
+    """Return a heading as a link names it: ``fedavg`` of "`algorithm` with `name: fedavg`"."""
+    return title.rpartition(": ")[2].strip("`") if ": " in title else title.replace("`", "")
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def _at(node: Schema, path: str, schema: Schema) -> Schema:
@@ -374,7 +399,9 @@ def _default(node: Schema, key: str, value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    KEYS_PAGES.mkdir(exist_ok=True)
+    for path, text in keys_pages().items():
+        (PAGE.parent / path).write_text(text, encoding="utf-8")
     KEYS.write_text(completed_keys(), encoding="utf-8")
     SCHEMA.write_text(f"{json.dumps(editor_schema(), ensure_ascii=False)}\n", encoding="utf-8")
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")

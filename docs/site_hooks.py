@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,14 +18,9 @@ LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
 def on_config(config: Any) -> Any:
-    """Write out the navigation's ``folder/*``: every page of the folder, README first."""
-
-    def whole(node: Any) -> Any:
-        if isinstance(node, list):
-            return [entry for one in node for entry in (_pages(one) if _is_folder(one) else [whole(one)])]
-        return {title: whole(below) for title, below in node.items()} if isinstance(node, dict) else node
-
-    config.nav = whole(config.nav)
+    """Name the version beside the site's name, on every page."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.site_name = f"{config.site_name} {project['version']}"
     return config
 
 
@@ -61,15 +57,6 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def _is_outside(uri: str) -> bool:
     return uri.startswith("repository/")
-
-
-def _is_folder(entry: Any) -> bool:
-    return isinstance(entry, str) and entry.endswith("/*")
-
-
-def _pages(entry: str) -> list[str]:
-    pages = (ROOT / "docs" / entry.removesuffix("/*")).glob("*.md")
-    return [str(page.relative_to(ROOT / "docs")) for page in sorted(pages, key=lambda p: (p.name != "README.md", p))]
 
 
 def _target(source: str, link: str) -> str | None:

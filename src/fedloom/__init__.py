@@ -9,6 +9,7 @@ and ``fetch`` downloads a data set (docs/python.md). Heavy dependencies are impo
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from fedloom.api.searches import Search, search
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
     from fedloom.serving.personal_model import PersonalModel
+
+if sys.platform == "win32":
+    raise ImportError("FedLoom runs on Linux and macOS. On Windows, install it in WSL 2 (docs/install.md).")
 
 # PyTorch reads this at its first allocation: tensors of 2 MiB and more go into huge pages, with far fewer page faults.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

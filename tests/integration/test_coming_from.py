@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom
+from fedloom.experiment import OwnData, load_experiment
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -80,11 +81,27 @@ class Flattened(Blitz):
         return out
 
 
+class Digits(nn.Module):
+    """Two convolutions and two linear layers on digits, with a view of a fixed size, as in OpenFL's workspace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 20, 2), nn.Conv2d(20, 50, 5)
+        self.fc1, self.fc2 = nn.Linear(800, 500), nn.Linear(500, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2, 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2, 2).view(-1, 800)
+        out: Tensor = self.fc2(F.relu(self.fc1(x)))
+        return out
+
+
 EXAMPLES: dict[str, tuple[str, Callable[..., nn.Module], int, int]] = {
     "pytorchexample.task.Net": ("Flower", Blitz, 10, 3),
     "flcore.trainmodel.models.FedAvgCNN": ("PFLlib", TwoConvolutions, 20, 2000),
     "src.utils.models.LeNet5": ("FL-bench", BaseAndClassifier, 100, 100),
     "model.SimpleNetwork": ("NVFlare", Flattened, 2, 2),
+    "src.cnn_model.DigitRecognizerCNN": ("OpenFL", Digits, 2, 2),
 }
 """By the name that a block imports: the framework, a network in its style, clients, and rounds."""
 
@@ -95,6 +112,17 @@ def imported(monkeypatch: pytest.MonkeyPatch, name: str, make: Any) -> None:
     for depth in range(1, len(packages) + 1):
         monkeypatch.setitem(sys.modules, ".".join(packages[:depth]), ModuleType(".".join(packages[:depth])))
     setattr(sys.modules[".".join(packages)], own, make)
+
+
+def test_the_federation_over_a_network_is_a_valid_experiment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    imported(monkeypatch, "src.cnn_model.DigitRecognizerCNN", Digits)
+    (text,) = re.findall(
+        r"^```yaml\n(# mnist.yaml\n.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    (tmp_path / "mnist.yaml").write_text(text)
+    experiment = load_experiment(tmp_path / "mnist.yaml")
+    assert isinstance(experiment.data, OwnData)
+    assert (experiment.data.own.input_shape, experiment.federation.rounds) == ((1, 28, 28), 2)
 
 
 def test_each_framework_has_a_code_block() -> None:

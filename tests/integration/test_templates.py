@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import helm
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from vowel_data import vowel_root
 
 from fedloom.cli.main import app
-from fedloom.cli.new import TEMPLATES, Template, templates, write_template
+from fedloom.cli.new import TEMPLATES, Template, missing_extras, templates, write_template
 from fedloom.errors import ExperimentError, StorageError
 from fedloom.experiment import load_experiment
 from fedloom.member.policy import load_policy
@@ -59,6 +60,11 @@ def followed(
 ) -> str:
     """Write a template and run the commands of its README in a shell; return what they print."""
     new(name, folder)
+    return follow(folder, programs, wait_s=wait_s, **more)
+
+
+def follow(folder: Path, programs: Path, *, wait_s: float = WAIT_S, **more: str) -> str:
+    """Run the commands of a written template's README in a shell; return what they print."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     given = in_shell(folder, programs, **more)
@@ -78,6 +84,18 @@ def test_templates_are_listed_with_a_sentence_each() -> None:
     assert all(each["summary"] and "README.md" in each["files"] for each in listed)
     text = " ".join(new().split())
     assert all(each["name"] in text for each in listed)
+
+
+def test_the_extras_that_a_template_needs_are_told_if_they_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert missing_extras([extra for template in templates() for extra in template.extras]) == []
+    assert "pip install" not in new("comparison", tmp_path / "all")
+    there = metadata.distributions
+    monkeypatch.setattr(metadata, "distributions", lambda name: () if name == "scipy" else there(name=name))
+    assert missing_extras(["report", "compare", "pfnm"]) == ["compare", "pfnm"]
+    assert missing_extras(["notebook"]) == ["notebook"], "an extra of an extra"
+    assert tells(new("comparison", tmp_path / "some"), "pip install 'fedloom[compare]'")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import runpy
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+import fedloom
 from fedloom.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +108,8 @@ def test_the_notebooks_match_their_pages() -> None:
 @pytest.mark.parametrize("page", ["how-to.md", "troubleshooting.md"])
 def test_keys_options_and_codes_in_the_guides_exist(page: str) -> None:
     text = prose(DOCS / page)
-    keys, options = ((DOCS / name).read_text(encoding="utf-8") for name in ("experiment-keys.md", "cli.md"))
+    keys = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "keys").glob("*.md"))
+    options = (DOCS / "cli.md").read_text(encoding="utf-8")
     sections = "data|algorithm|federation|evaluation|runtime"
     named = set(re.findall(rf"(?:`|--set |--grid )(?:{sections})\.([\w.]+)[`=]", text))
     assert named
@@ -126,14 +133,79 @@ def test_tests_named_on_pages_exist() -> None:
         assert {name for other, name in named if other == path and name} <= there, path
 
 
-@pytest.mark.exhaustive
-def test_the_site_is_complete_and_makes_no_external_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    from mkdocs.commands.build import build
-    from mkdocs.config import load_config
+MOST_ENTRIES = 12
+"""Entries of a section of the site's navigation, which fit on a screen."""
+WANTED = {
+    "own csv": "data.html",
+    "secure aggregation two hospitals": "tutorials/first-federation.html",
+    "resume": "federation.html",
+    "openfl": "coming-from.html",
+    "pip install wheel": "install.html",
+}
+"""Pages that must be among the first three that the site's search finds, by query."""
 
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))  # warnings are errors
-    pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return a folder with the built site, whose warnings are errors."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        from mkdocs.commands.build import build
+        from mkdocs.config import load_config
+
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
+        yield folder
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("site")
+def test_the_site_is_complete_and_makes_no_external_requests(site: Path) -> None:
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     assert len(pages) > len(list(DOCS.rglob("*.md")))
     loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")
     assert {url for text in pages.values() for url in loads.findall(text)} == set()
+
+
+def sections(nav: Any) -> Iterator[list[Any]]:
+    """Yield the entries of each section of the navigation, the sections themselves included."""
+    if isinstance(nav, list):
+        yield nav
+        for entry in nav:
+            if isinstance(entry, dict):
+                yield from sections(*entry.values())
+
+
+def test_a_section_of_the_navigation_fits_on_a_screen() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    found = list(sections(yaml.safe_load(text[text.index("\nnav:\n") :])["nav"]))
+    assert len(found) > 10
+    assert [entries for entries in found if len(entries) > MOST_ENTRIES] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("site")
+def test_each_page_leads_to_the_next_and_shows_the_version(site: Path) -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"[\w/.-]+\.md", text[text.index("\nnav:\n") :])
+    assert len(named) > 100
+    for i, name in enumerate(named):
+        path = re.sub(r"(^|/)README\.md$", r"\1index.md", name).removesuffix(".md") + ".html"
+        page = (site / path).read_text(encoding="utf-8")
+        links = {way for way in ("prev", "next") if f'class="md-footer__link md-footer__link--{way}"' in page}
+        assert links == {way for way, there in (("prev", i > 0), ("next", i + 1 < len(named))) if there}, name
+        assert f"FedLoom {fedloom.__version__}" in page, name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("site")
+def test_the_search_finds_the_pages_that_a_user_wants(site: Path) -> None:
+    """The site's own engine is asked: the theme's worker for the browser, run by node."""
+    if shutil.which("node") is None:
+        pytest.skip("there is no node, which runs the site's search")
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.min.js")
+    command = ["node", Path(__file__).parent / "search_site.js", worker, site / "search" / "search_index.json"]
+    done = subprocess.run([*command, *WANTED], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = {query: [place.partition("#")[0] for place in places] for query, places in json.loads(done.stdout).items()}
+    assert {query: found[query][:3] for query, page in WANTED.items() if page not in found[query][:3]} == {}

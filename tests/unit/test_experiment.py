@@ -432,9 +432,10 @@ def page_made_by(make: Callable[[str], str], name: str) -> str:
 
 
 def test_the_page_of_keys_is_up_to_date(generated: dict[str, Any]) -> None:
-    made = generated["page"]()
-    assert (DOCS / "experiment-keys.md").read_text(encoding="utf-8") == made, "make docs"
-    titles = re.findall("^## `algorithm` with (.*)$", made, re.MULTILINE)
+    made = generated["keys_pages"]()
+    assert made == {path: (DOCS / path).read_text(encoding="utf-8") for path in made}, "make docs"
+    assert {f"keys/{page.name}" for page in (DOCS / "keys").glob("*")} | {"experiment-keys.md"} == set(made)
+    titles = re.findall("^## `algorithm` with (.*)$", made["keys/algorithm.md"], re.MULTILINE)
     assert titles == [f"`name: {name}`" for name in available()]
     guide = (DOCS / "experiment.md").read_text(encoding="utf-8")
     for section in json_schema()["properties"]:

@@ -343,3 +343,10 @@ def test_a_worker_imports_neither_kubeflow_nor_reporting() -> None:
         )
     )
     assert not {"kfp", "kubernetes", "matplotlib", "jinja2", "minio", "torchvision"} & loaded_by(worker)
+
+
+def test_the_python_of_windows_is_refused_with_advice() -> None:
+    code = "import sys; sys.platform = 'win32'; import fedloom"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "WSL" in done.stderr

@@ -81,6 +81,6 @@ def _choices(key: str, choices: Iterable[type[Settings]], accepts: str = "") -> 
 
     def show() -> None:
         print_table("", headings, rows, texts=range(len(headings)))
-        typer.echo("\nKeys with their values: docs/experiment-keys.md, or --json")
+        typer.echo("\nKeys with their values: docs/keys, or --json")
 
     return CommandResult(entries, show)

@@ -19,6 +19,7 @@ from fedloom.cli.results import CommandResult
 from fedloom.core.address import split_address
 from fedloom.core.checks import CheckResult, checked
 from fedloom.core.plugins import capability, entries
+from fedloom.core.processes import usable_cores
 from fedloom.core.words import pluralize
 from fedloom.errors import ExitCode
 
@@ -107,13 +108,13 @@ def _version() -> str:
 def _torch() -> CheckResult | str:
     import torch
 
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cores, threads = usable_cores(), torch.get_num_threads()
     words = f"{torch.__version__}, {pluralize(threads, 'thread')} on {pluralize(cores, 'core')}"
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         return f"{words}, GPU: {names} (`fedloom device` checks that it computes what a CPU computes)"
     if torch.version.cuda is not None:
-        remedy = "torch from PyTorch's index of CPU builds is gigabytes smaller"
+        remedy = "the CPU build of torch is gigabytes smaller (docs/install.md)"
         return CheckResult(
             "torch", "warning", f"{words}, built for CUDA {torch.version.cuda}, and there is no GPU", remedy
         )
@@ -126,8 +127,10 @@ def _torch() -> CheckResult | str:
 
 def _memory() -> str:
     page = os.sysconf("SC_PAGE_SIZE")
-    free, total = (page * os.sysconf(name) / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-    return f"{total:.1f} GB, of which {free:.1f} GB are unused"
+    words = f"{page * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB"
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:  # macOS
+        return words
+    return f"{words}, of which {page * os.sysconf('SC_AVPHYS_PAGES') / 1e9:.1f} GB are unused"
 
 
 def _disk(path: Path) -> CheckResult | str:

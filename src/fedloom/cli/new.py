@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,19 +14,22 @@ import typer
 from fedloom.cli.results import CommandResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 """Folder of the templates. The first line of each one's README.md says what it is."""
+EXTRAS = re.compile(r"`fedloom\[([\w,]+)\]`")
+"""FedLoom's extras that a template needs, in its README.md."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """A folder that can be written: its name, a sentence, and its files."""
+    """A folder that can be written: its name, a sentence, its files, and the extras of FedLoom that it needs."""
 
     name: str
     summary: str
     files: tuple[str, ...]
+    extras: tuple[str, ...] = ()
 
 
 def templates() -> list[Template]:
@@ -38,11 +43,23 @@ def _named(incomplete: str) -> list[tuple[str, str]]:
 
 def _template(folder: Path) -> Template:
     """Return the template in a folder, without the bytecode that installers write into it."""
-    with (folder / "README.md").open(encoding="utf-8") as readme:
-        summary = readme.readline().strip("# \n")
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    extras = EXTRAS.search(readme)
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     files = sorted(path.as_posix() for path in paths if "__pycache__" not in path.parts)
-    return Template(folder.name, summary, tuple(files))
+    summary = readme.partition("\n")[0].strip("# ")
+    return Template(folder.name, summary, tuple(files), tuple(extras[1].split(",")) if extras else ())
+
+
+def missing_extras(extras: Sequence[str]) -> list[str]:
+    """Return the extras of FedLoom of which a package is not installed."""
+    required = [(re.split(r"[^\w.-]", line)[0], line) for line in metadata.requires("fedloom") or ()]
+    missing = []
+    for extra in extras:
+        names = [name for name, line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+        if not all(any(metadata.distributions(name=name)) for name in names):
+            missing.append(extra)
+    return missing
 
 
 def new_command(
@@ -83,10 +100,10 @@ def new_command(
         hint = f"fedloom new {name} {name}"
         raise ExperimentError("DIR is missing: give the folder to write.", key="dir", hint=hint)
     write_template(chosen, folder)
-    text = (
-        f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}\n"
-        f"Next: read {folder / 'README.md'}; its commands run in {folder}."
-    )
+    text = f"{folder} has {pluralize(len(chosen.files), 'file')}: {', '.join(chosen.files)}\n"
+    if missing := missing_extras(chosen.extras):
+        text += f"It needs packages that are not installed: pip install 'fedloom[{','.join(missing)}]'\n"
+    text += f"Next: read {folder / 'README.md'}; its commands run in {folder}."
     return CommandResult({"folder": folder.absolute(), **asdict(chosen)}, text)
 
 

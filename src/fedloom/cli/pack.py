@@ -31,7 +31,7 @@ def pack_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="How to read SOURCE, by a key of `data.source` (docs/experiment-keys.md), such as label=diagnosis, "
+            help="How to read SOURCE, by a key of `data.source` (docs/keys/data.md), such as label=diagnosis, "
             "split=part, task=regression, outputs=3 or text.column=review; and labelled (true; or false), "
             "test_fraction (of the examples; 0.2), validation_fraction (of the rest; 1/6), seed (of the random split; "
             "1); repeatable.",

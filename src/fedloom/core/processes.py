@@ -33,6 +33,11 @@ _reports: Path | None = None
 _ends_with_parent = False
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def python(*words: str) -> list[str]:
     """Return a command of this interpreter that does not import from the current folder (``PYTHONPATH`` counts)."""
     return [sys.executable, "-P", *words]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from fedloom.algorithms.catalogue import model_needs
+from fedloom.core.processes import usable_cores
 from fedloom.data.datasets import size_on_disk
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import SPLITS, VERSION, ClientEntry, Manifest
@@ -227,7 +227,7 @@ def _privacy(e: Experiment, manifest: Manifest | None) -> Facts | None:
 
 def _estimate(e: Experiment, manifest: Manifest, costs: MeasuredCosts) -> Facts:
     workers, rounds, clients, evaluations = e.runtime.workers, e.federation.rounds, manifest.clients, _evaluations(e)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     at_once = max(1, min(workers, cores // e.runtime.threads))
     each = [cost.server_s + cost.client_s * cost.clients / min(at_once, cost.clients or 1) for cost in costs.rounds]
     evaluation = costs.evaluation_s * len(clients) / min(at_once, len(clients))
