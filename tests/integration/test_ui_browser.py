@@ -60,12 +60,12 @@ def test_a_run_that_starts_appears_and_moves_on_while_it_is_watched(page: Any, r
     row = page.locator('tr[data-key="new"]')
     assert row.count() == 0
     page.locator('tr[data-key="avg"] input').check()
-    with started("run", runs.parent / "experiment.yaml", "--out", runs / "new", "--set", "federation.rounds=40"):
+    with started("run", runs.parent / "experiment.yaml", "--out", runs / "new", "--set", "federation.rounds=100000"):
         row.get_by_text("running").wait_for()
-        page.wait_for_function("document.querySelector('tr[data-key=new] progress')?.value > 0")
+        row.locator('progress:not([value="0"])').wait_for()
         assert page.locator('tr[data-key="avg"] input').is_checked()
         row.locator("a").click()
-        page.wait_for_function("document.querySelector('#progress progress').value > 1")
+        page.locator('#progress progress:not([value="0"], [value="1"])').wait_for()
         page.locator("#section-learning-curves svg").first.wait_for()
     page.get_by_text("interrupted", exact=True).wait_for()
     page.goto("/")
@@ -126,6 +126,7 @@ def test_the_page_works_without_scripts(page: Any) -> None:
     page.goto("/")
     page.locator("#q").fill("ditto")
     page.keyboard.press("Enter")
+    page.wait_for_url("**/?q=ditto")
     assert page.locator("tr[data-key]").count() == 1
     page.locator('tr[data-key="ditto"] input').check()
     page.locator("#compare").click()

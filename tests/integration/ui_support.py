@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from run_processes import fedloom
+from run_processes import WAIT_S, fedloom
 from vowel_data import vowel_experiment
 
 from fedloom.security.access import Access
@@ -70,7 +70,7 @@ def asked(
 @contextmanager
 def shown(folder: Path, access: Access | None = None, federation: LiveFederation | None = None) -> Iterator[int]:
     """Serve the page about a folder for the duration of the block; yield its port."""
-    with http_served(
-        "listen", "127.0.0.1:0", application(Site(folder, federation), access), HttpLimits(64, 60.0)
-    ) as port:
+    site = Site(folder, federation)
+    site.watch.patience_s = WAIT_S  # no list depends on time
+    with http_served("listen", "127.0.0.1:0", application(site, access), HttpLimits(64, 60.0)) as port:
         yield port

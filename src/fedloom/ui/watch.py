@@ -50,20 +50,21 @@ class WatchedRun:
 class RunWatch:
     """Runs in a folder and below it, of which only those with changed files are read again.
 
-    Any thread may use it.
+    Any thread may use it. A call returns what it has read after ``patience_s`` seconds.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.patience_s = PATIENCE_S
         self._lock = threading.RLock()
         self._runs: dict[Path, WatchedRun] = {}
         self._status: dict[Path, RunStatus] = {}
 
-    def read(self, patience_s: float = PATIENCE_S) -> tuple[Mapping[str, WatchedRun], int]:
+    def read(self) -> tuple[Mapping[str, WatchedRun], int]:
         """Return the runs by name, and the number of runs that are not read yet because time was up."""
         with self._lock:
             signatures = {path: _signature(path) for path in run_folders(self.folder)}
-            until, unread = time.monotonic() + patience_s, 0
+            until, unread = time.monotonic() + self.patience_s, 0
             for known in (self._runs, self._status):
                 for path in known.keys() - signatures.keys():
                     del known[path]
