@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from fedloom.runs.journal import Attempt, ConversationRecord, Journal, Loss, Ver
 from fedloom.storage import Store
 from fedloom.storage.folder import FolderStore
 from fedloom.transport.stream import states_from_wire, states_to_wire
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class Ask(Message):
@@ -311,10 +315,10 @@ class Failing(FolderStore):
             raise self.failure("the bucket is gone")
         return super().read(name)
 
-    def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
+    def write_parts(self, name: str, parts: Sequence[ReadableBuffer]) -> None:
         if self.method == "write" and "/2-" in name:
             raise self.failure("the bucket is gone")
-        super().write(name, content, durably=durably)
+        super().write_parts(name, parts)
 
 
 def test_partially_written_files_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
