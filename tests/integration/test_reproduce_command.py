@@ -28,6 +28,7 @@ def reproduced(*words: object, environment: dict[str, str], code: int = 0) -> su
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * TRAINING_S)
 def test_a_stopped_part_continues_and_agrees_and_a_damaged_run_is_told(tmp_path: Path) -> None:
     environment = {"FEDLOOM_DATA": str(vowel_root(tmp_path / "data"))}
