@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,17 @@ def test_phases_of_a_working_finished_and_resumed_run(tmp_path: Path) -> None:
     assert RunStatus(folder).activity().phase == "finished"
     folder.write("experiment.yaml", EXPERIMENT.replace("ROUNDS", "9"))
     assert RunStatus(folder).activity().phase == "interrupted"
+
+
+def test_a_run_starts_although_another_process_looks_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(tmp_path)
+    looking = os.open(folder.path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda _: os.close(looking))
+    with folder.held():
+        assert folder.is_held()
 
 
 def test_a_journal_is_read_incrementally_and_again_after_truncation(tmp_path: Path) -> None:

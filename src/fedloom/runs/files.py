@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -299,7 +300,7 @@ class RunFiles:
         """
         with storing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        with self._locked(fcntl.LOCK_EX) as is_ours:
+        with self._locked(fcntl.LOCK_EX, patience_s=1.0) as is_ours:
             if not is_ours:
                 raise ExperimentError(
                     f"{self.path} is in use: another process works on this run.",
@@ -313,16 +314,23 @@ class RunFiles:
             return not is_ours
 
     @contextmanager
-    def _locked(self, mode: int) -> Iterator[bool]:
-        """Try to lock the folder; yield whether that succeeded."""
+    def _locked(self, mode: int, patience_s: float = 0.0) -> Iterator[bool]:
+        """Try to lock the folder; yield whether that succeeded.
+
+        Processes that look at runs hold a shared lock for an instant (``is_held``), which ``patience_s`` outlasts.
+        """
         with storing(self.path):
             descriptor = os.open(self.path, os.O_RDONLY)
+        until, is_ours = time.monotonic() + patience_s, False
         try:
-            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
-            is_ours = True
-        except BlockingIOError:
-            is_ours = False
-        try:
+            while not is_ours:
+                try:
+                    fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+                    is_ours = True
+                except BlockingIOError:
+                    if time.monotonic() >= until:
+                        break
+                    time.sleep(0.01)
             yield is_ours
         finally:
             os.close(descriptor)
