@@ -40,6 +40,7 @@ ELSEWHERE = {
     "pipeline": "tests/pipelines/test_pipeline_json.py",
     "pipeline local": "tests/pipelines/test_pipelines_local.py",
     "register": "tests/pipelines/test_registration.py",
+    "reproduce": "tests/integration/test_reproduce_command.py",
 }
 """Commands that need an installation's stand-in, or more data: the files of the calls whose JSON is parsed."""
 
