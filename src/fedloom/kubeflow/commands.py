@@ -303,4 +303,4 @@ def register_command(
     entry = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri)
     done = "registered" if entry.created else "is already registered"
     where = f"{api.url}, model {entry.model_id}, version {entry.version_id}"
-    return CommandResult({**vars(entry), "registry": api.url}, f"{entry.model} {entry.version} {done}: {where}")
+    return CommandResult({**entry._asdict(), "registry": api.url}, f"{entry.model} {entry.version} {done}: {where}")
