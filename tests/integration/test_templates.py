@@ -30,6 +30,8 @@ from fedloom.member.policy import load_policy
 
 ROOT = Path(__file__).parents[2]
 NAMES = [template.name for template in templates()]
+README_S = 1500.0
+"""Bound of the commands of a README, some of which start ten processes, on a busy machine."""
 
 
 def new(*arguments: object) -> str:
@@ -55,21 +57,19 @@ def in_shell(folder: Path, programs: Path = Path(sys.executable).parent, **more:
     }
 
 
-def followed(
-    name: str, folder: Path, programs: Path = Path(sys.executable).parent, *, wait_s: float = WAIT_S, **more: str
-) -> str:
+def followed(name: str, folder: Path, programs: Path = Path(sys.executable).parent, **more: str) -> str:
     """Write a template and run the commands of its README in a shell; return what they print."""
     new(name, folder)
-    return follow(folder, programs, wait_s=wait_s, **more)
+    return follow(folder, programs, **more)
 
 
-def follow(folder: Path, programs: Path, *, wait_s: float = WAIT_S, **more: str) -> str:
+def follow(folder: Path, programs: Path, **more: str) -> str:
     """Run the commands of a written template's README in a shell; return what they print."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     given = in_shell(folder, programs, **more)
     command = ["bash", "-euc", "\n".join(blocks)]
-    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=wait_s)
+    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=README_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -171,6 +171,7 @@ def test_a_readme_is_short_and_names_files_of_its_template(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_comparison(tmp_path: Path) -> None:
     printed = followed("comparison", tmp_path / "mine")
     assert (tmp_path / "mine" / "results" / "comparison" / "compare.html").exists()
@@ -181,6 +182,7 @@ def test_the_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "seen", "unseen"),
     [("module-arrays", 0.9, 0.75), ("module-table", 0.75, 0.75), ("module-images", 0.9, 0.9)],
@@ -195,6 +197,7 @@ def test_a_module_of_ones_own(name: str, seen: float, unseen: float, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_hospitals(tmp_path: Path) -> None:
     folder, port = tmp_path / "mine", free_port()
     printed = followed("hospitals", folder, LISTEN=f"127.0.0.1:{port}", AGGREGATOR=f"localhost:{port}")
@@ -249,6 +252,7 @@ OFFLINE = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_CACHE_DIR
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_method_of_ones_own(tmp_path: Path, programs: Path) -> None:
     folder = tmp_path / "mine"
     printed = followed("method", folder, programs, **OFFLINE)
@@ -278,11 +282,11 @@ def test_the_method_passes_the_conformance_kit(tmp_path: Path, programs: Path) -
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("pipelines")
 def test_the_pipeline(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    followed("pipeline", folder, wait_s=900)  # six tasks, each a process
+    followed("pipeline", folder)
     compiled, platform = yaml.safe_load_all((folder / "personalized_federation.yaml").read_text())
     assert compiled["pipelineInfo"]["name"] == "personalized-federation"
     executors = compiled["deploymentSpec"]["executors"]

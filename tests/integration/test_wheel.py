@@ -107,9 +107,7 @@ def test_a_template_is_checked_and_run_with_workers(run: Command, tmp_path: Path
 def test_members_join_an_aggregator(run: Command, programs: Path, tmp_path: Path) -> None:
     run("fedloom", "new", "hospitals", "mine")
     port = free_port()
-    follow(
-        tmp_path / "mine", programs, wait_s=WAIT_S, **KEPT, LISTEN=f"127.0.0.1:{port}", AGGREGATOR=f"localhost:{port}"
-    )
+    follow(tmp_path / "mine", programs, **KEPT, LISTEN=f"127.0.0.1:{port}", AGGREGATOR=f"localhost:{port}")
     assert json.loads((tmp_path / "mine" / "run" / "summary.json").read_text())["seen"]["clients"] == 2
 
 
@@ -123,6 +121,6 @@ def test_every_template_runs_with_the_extras_that_it_names(
     for name in ("comparison", "module-table", "module-images", "method"):
         assert "pip install" not in run("fedloom", "new", name, name)
         more = {**KEPT, "FEDLOOM_REPORT": "1", **(OFFLINE if name == "method" else {})}
-        follow(tmp_path / name, programs, wait_s=WAIT_S, **more)
+        follow(tmp_path / name, programs, **more)
         reports = "results/comparison/compare.html" if name == "comparison" else "runs/*/report.html"
         assert list((tmp_path / name).glob(reports)), name
