@@ -80,7 +80,7 @@ def test_results_are_shown_without_a_writable_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(StorageError, match="nope") as caught:
-        evaluate(run, out=tmp_path / "nope" / "x.json")
+        evaluate(run, out=tmp_path / "nope" / "x.json").print(as_json=False)
     assert caught.value.hint == "choose another file with --out"
     assert "seen" in capsys.readouterr().out
 
