@@ -48,8 +48,10 @@ def metadata(out: Path, task: str, artifact: str) -> dict[str, Any]:
 def personalized(small_run: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the output folder of the small experiment's pipeline."""
     out = tmp_path_factory.mktemp("pipeline") / "out"
-    told = json.loads(fedloom("pipeline", "local", "personalized_federation", small_run[0], "--out", out, "--json"))
-    assert told["run"] == str(out / "run")
+    command = [*FEDLOOM, "pipeline", "local", "personalized_federation", str(small_run[0]), "--out", str(out), "--json"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["run"] == str(out / "run")
     return out
 
 
