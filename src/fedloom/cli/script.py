@@ -51,7 +51,7 @@ ADVICE = {
     r"(?!CrossEntropy|NLL|BCE|MSE)\w+Loss": "choose task, or give the module a method loss(outputs, y)",
     r"\w+Partitioner": "choose data.partition",
 }
-"""What to do about calls of functions whose names match a pattern."""
+"""Advice about a call that is not taken over, by a pattern of the function's name."""
 
 README = """# {script} as an experiment
 

@@ -129,9 +129,12 @@ def _stop(context: typer.Context, name: Name) -> CommandResult:
 
     api = Api(context.obj)
     found = federations.find_federation(api, name)
-    deleted = list(federations.stop_federation(api, found))
-    lines = [*(f"deleted {what}" for what in deleted), f"its published results stay in {found.run}"]
-    return CommandResult({"name": found.name, "run": found.run, "deleted": deleted}, "\n".join(lines))
+    deleted = []
+    for what in federations.stop_federation(api, found):
+        _say(f"deleted {what}")
+        deleted.append(what)
+    facts = {"name": found.name, "run": found.run, "deleted": deleted}
+    return CommandResult(facts, f"its published results stay in {found.run}")
 
 
 @app.command("clean")
@@ -157,15 +160,16 @@ def _clean(
         raise ExperimentError("Give --keep or --older-than, or both.", key="keep")
     store = open_store(storage)
     store.check(writing=not dry_run)
-    age, done = seconds(older_than), "would remove" if dry_run else "removed"
+    age, lines = seconds(older_than), list[str]()
     runs, now = stored_runs(store), time.time()
 
-    lines = list[str]()
-
     def remove(one: StoredFolder, about: str) -> None:
-        if not dry_run:
+        about = f"{about}, {_when(one.modified)}, {one.size / 1e6:.1f} MB"
+        if dry_run:
+            lines.append(f"would remove {about}")
+        else:
             remove_folders(store, [one])
-        lines.append(f"{done} {about}, {_when(one.modified)}, {one.size / 1e6:.1f} MB")
+            _say(f"removed {about}")  # at once: a later failure must not hide it
 
     for run in (old := expired(runs, now, keep=keep, older_than_s=age)):
         remove(run, f"{run.name}: {'finished' if run.finished else 'unfinished'}")

@@ -18,7 +18,7 @@ LISTS = {
     "runs": "run_service_list_runs",
     "schedules": "recurring_run_service_list_recurring_runs",
 }
-"""What commands read in a namespace, with the method of kfp's client."""
+"""Kinds of objects that commands list in a namespace, and the method of kfp's client that lists each."""
 
 
 def check_kubeflow(option: str) -> Iterator[CheckResult]:
