@@ -75,6 +75,14 @@ def test_no_folder_is_created_if_the_accountant_is_missing(tmp_path: Path, monke
     assert not (tmp_path / "run").exists()
 
 
+def test_cohorts_too_small_for_secure_sums_are_refused_before_a_folder_is_created(tmp_path: Path) -> None:
+    """Know the clients from the partition: the experiment does not say how many take part."""
+    with pytest.raises(ExperimentError) as refused:
+        trained(tmp_path, secure_aggregation={})
+    assert (refused.value.key, refused.value.found) == ("federation.clients_per_round", 3)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_claim_covers_the_released_sums(whole: Path) -> None:
     summary = summary_of(whole)
     reported = summary["training_privacy"]

@@ -29,6 +29,7 @@ from fedloom.privacy.accounting import (
     least_multiplier,
     sampled,
 )
+from fedloom.privacy.clipped_sum import check_cohorts
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.tally import Counts, Tally, largest
 from fedloom.runs.folder import RunFolder
@@ -155,13 +156,22 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, stored: Experi
     ``manifest`` has the clients of the run; None: as the experiment says. A resumed run keeps the noise of the
     experiment that is ``stored`` in its folder.
 
-    Raise ExperimentError if the accountant is not installed, a given noise multiplier does not suffice for ε, the
-    number of rounds is not limited, or clients' numbers of examples are not known.
+    Raise ExperimentError if the accountant is not installed, cohorts are too small for secure sums, a given noise
+    multiplier does not suffice for ε, the number of rounds is not limited, or clients' numbers of examples are not
+    known.
     """
     privacy, rounds = experiment.federation.privacy, experiment.federation.rounds
-    if privacy is not None and rounds != 0:
-        check_accountant()
-    if privacy is None or (epsilon := privacy.epsilon) is None or rounds == 0:
+    if privacy is None or rounds == 0:
+        return experiment
+    check_accountant()
+    population = Population.from_experiment(experiment, manifest)
+    if (
+        population is not None
+        and experiment.federation.secure_aggregation is not None
+        and (privacy.of, privacy.sampling) == ("clients", "poisson")
+    ):
+        check_cohorts(population.clients, experiment.federation.clients_per_round, privacy.delta)
+    if (epsilon := privacy.epsilon) is None:
         return experiment
     if rounds is None:
         raise ExperimentError(
@@ -174,7 +184,6 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, stored: Experi
     if stored_privacy is not None and stored_privacy.epsilon == privacy.epsilon and stored_privacy.noise_multiplier:
         experiment = with_multiplier(experiment, stored_privacy.noise_multiplier)
         privacy = stored_privacy
-    population = Population.from_experiment(experiment, manifest)
     assert population is not None  # if the experiment does not state the clients, there is a manifest
     if privacy.of == "examples" and population.examples is None:
         raise ExperimentError(

@@ -86,8 +86,9 @@ def check_cohorts(population: int, expected: int, delta: float) -> None:
     """
     if expected < population and (odds := small_cohort_odds(population, expected)) > SMALL_ODDS * delta:
         raise ExperimentError(
-            f"is {expected} of {population} clients; with secure_aggregation and sampling: poisson, a round would have "
-            f"fewer than {SMALLEST_SUM} clients too often ({odds:.1g} per client and round, at most {SMALL_ODDS:g} δ)",
+            f"cohorts of {expected} of {population} clients are too small for secure_aggregation with sampling: "
+            f"poisson, because a round would have fewer than {SMALLEST_SUM} clients too often ({odds:.1g} per client "
+            f"and round, at most {SMALL_ODDS:g} δ)",
             key="federation.clients_per_round",
             found=expected,
             hint="Draw more clients, about 30, or all of them, or set federation.privacy.sampling to fixed.",
