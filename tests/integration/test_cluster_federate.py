@@ -361,13 +361,13 @@ def test_a_stopped_launcher_leaves_an_adoptable_federation_by_default(place: Pla
 
 
 def command(*arguments: object, code: int = 0) -> str:
-    """Run ``fedloom cluster``; return its output, with the message of its failure."""
+    """Run ``fedloom cluster``; return its output (its JSON, without progress), or the message of its failure."""
     done = CliRunner().invoke(app, ["cluster", *map(str, arguments)])
     if isinstance(done.exception, FedloomError):
         assert int(done.exception.exit_code) == code
         return str(done.exception)
     assert done.exit_code == code, done.output
-    return done.output
+    return done.stdout if "--json" in arguments else done.output
 
 
 @pytest.fixture

@@ -99,13 +99,13 @@ def test_a_run_without_a_report_logs_nothing_about_it(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = experiment(), tmp_path / "run"
-    command(path, out=out)
+    command(path, out=out).print(as_json=False)
     assert not (out / "report.html").exists()
     assert not (out / "figures").exists()
     assert "report:" not in capsys.readouterr().out
     command(path, out=out, resume=True)
     assert not (out / "report.html").exists()
-    run(path, out=out, resume=True)  # a finished run gets its missing files
+    run(path, out=out, resume=True).print(as_json=False)  # a finished run gets its missing files
     assert (out / "report.html").exists()
     assert f"report: {out}" in capsys.readouterr().out
 
