@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import yaml
 from pydantic import TypeAdapter
 
 from fedloom.algorithms.base import available, find_algorithm
@@ -27,7 +28,9 @@ from fedloom.tasks.names import TaskName
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
 KEYS_PAGES = PAGE.parent / "keys"
-"""A page of each section of an experiment file."""
+"""A page of each section of an experiment file, and in ``algorithm`` one of each family of methods."""
+SITE = PAGE.parents[1] / "mkdocs.yml"
+"""The site's navigation, which divides the methods into families."""
 SCHEMA = Path(__file__).parent / "experiment.schema.json"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
@@ -140,9 +143,10 @@ def _lengths(node: Schema) -> str:
 
 
 def keys_pages() -> dict[str, str]:
-    """Return the pages of keys by file name: the top level with links, and a page for each section."""
+    """Return the pages of keys by file name: the top level with links, and pages of sections and of methods."""
     schema = json_schema()
     pages: dict[str, str] = {}
+    families: dict[str, str] = {}
     for name, node in schema["properties"].items():
         nested = [branch for branch in branches(node, schema) if "properties" in branch]
         meaning = node.get("description") or next((one["description"] for one in nested), "")
@@ -150,7 +154,10 @@ def keys_pages() -> dict[str, str]:
             f"# Keys of `{name}`\n\n{meaning} Made from the code by `make docs`; all sections: "
             "[keys of an experiment file](../experiment-keys.md).\n"
         ]
-        for branch in nested:
+        if name == "algorithm":
+            families = _families_pages({branch["properties"]["name"]["const"]: branch for branch in nested}, schema)
+            parts += ["## Methods\n", *_contents("family", families, KEYS_PAGES), ""]
+        for branch in nested if name != "algorithm" else ():
             title = f"`{name}` with `own`" if "own" in branch["properties"] else _title(name, branch)
             parts += _section(title, branch, schema)
         for path in MAPPINGS.get(name, ()):
@@ -164,13 +171,45 @@ def keys_pages() -> dict[str, str]:
                 parts += _section(_title("schedule", one), one, schedules)
         if nested:
             pages[f"keys/{name}.md"] = "\n".join(parts)
-    contents = ["| section | keys |", "|---|---|"]
-    for path, text in pages.items():
-        titles = re.findall("^## (.*)$", text, re.MULTILINE)
-        links = (f"[{_short(title)}]({path}#{_anchor(title)})" for title in titles)
-        contents.append(f"| [`{Path(path).stem}`]({path}) | {', '.join(links)} |")
     top = _section("Top level", schema, schema, depth=1)
-    return {PAGE.name: "\n".join([HEAD, "## Sections\n", *contents, "", *top]), **pages}
+    start = [HEAD, "## Sections\n", *_contents("section", pages, PAGE.parent), "", *top]
+    return {PAGE.name: "\n".join(start), **pages, **families}
+
+
+def _families_pages(nodes: Mapping[str, Schema], schema: Schema) -> dict[str, str]:
+    """Return a page of keys for each family of methods, by file name."""
+    navigation = yaml.safe_load(SITE.read_text(encoding="utf-8").partition("\nnav:\n")[2])
+    (methods,) = (entry["Methods"] for entry in navigation if "Methods" in entry)
+    pages: dict[str, str] = {}
+    for title, listed in (item for entry in methods for item in entry.items() if isinstance(item[1], list)):
+        parts = [
+            f"# {title}: keys of `algorithm`\n\nMade from the code by `make docs`; all methods: "
+            "[keys of `algorithm`](../algorithm.md).\n"
+        ]
+        for name in (name for page in listed for name in available() if _page_of(name) == page):
+            heading, *rows = _section(_title("algorithm", nodes[name]), nodes[name], schema)
+            parts += [heading, f"Its steps: [{name}](../../{_page_of(name)}).\n", *rows]
+        pages[f"keys/algorithm/{_anchor(title)}.md"] = "\n".join(parts)
+    return pages
+
+
+def _page_of(name: str) -> str:
+    """Return the page of a method, whose name is the method's, or that of its module."""
+    named = f"algorithms/{name}.md"
+    of_module = f"algorithms/{type(find_algorithm(name)).__module__.rpartition('.')[2]}.md"
+    return named if (PAGE.parent / named).exists() else of_module
+
+
+def _contents(kind: str, pages: Mapping[str, str], folder: Path) -> Iterator[str]:
+    """Yield the table of contents of pages in ``folder`` or below: a row for each, with links to its headings."""
+    yield f"| {kind} | keys |"
+    yield "|---|---|"
+    for path, text in pages.items():
+        link, head = (PAGE.parent / path).relative_to(folder), text.partition("\n")[0]
+        name = head.removeprefix("# Keys of ").removeprefix("# ").removesuffix(": keys of `algorithm`")
+        titles = re.findall("^## (.*)$", text, re.MULTILINE)
+        links = (f"[{_short(title)}]({link}#{_anchor(title)})" for title in titles)
+        yield f"| [{name}]({link}) | {', '.join(links)} |"
 
 
 def _short(title: str) -> str:
@@ -399,7 +438,7 @@ def _default(node: Schema, key: str, value: Any) -> str:
 
 
 if __name__ == "__main__":
-    KEYS_PAGES.mkdir(exist_ok=True)
+    (KEYS_PAGES / "algorithm").mkdir(parents=True, exist_ok=True)
     for path, text in keys_pages().items():
         (PAGE.parent / path).write_text(text, encoding="utf-8")
     KEYS.write_text(completed_keys(), encoding="utf-8")

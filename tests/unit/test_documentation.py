@@ -108,7 +108,7 @@ def test_the_notebooks_match_their_pages() -> None:
 @pytest.mark.parametrize("page", ["how-to.md", "troubleshooting.md"])
 def test_keys_options_and_codes_in_the_guides_exist(page: str) -> None:
     text = prose(DOCS / page)
-    keys = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "keys").glob("*.md"))
+    keys = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "keys").rglob("*.md"))
     options = (DOCS / "cli.md").read_text(encoding="utf-8")
     sections = "data|algorithm|federation|evaluation|runtime"
     named = set(re.findall(rf"(?:`|--set |--grid )(?:{sections})\.([\w.]+)[`=]", text))
