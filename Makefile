@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Tests wait for some of their time: four workers keep two cores busy. Each imports torch and reads all tests.
-PYTEST_ARGS ?= -n 4 --dist loadgroup
+# Tests wait for some of their time: four processes keep two cores busy.
+PYTEST_ARGS ?= --processes 4
 
 # Compiled modules are kept, whatever the shell says: without them every process compiles torch anew, in three seconds.
 export PYTHONDONTWRITEBYTECODE =

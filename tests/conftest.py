@@ -16,6 +16,7 @@ from pathlib import Path
 
 import forked
 import hypothesis
+import parallel
 import pytest
 import tiny_data
 import typer.main
@@ -52,6 +53,11 @@ def pytest_runtest_logfinish() -> None:
         gc.collect()
         gc.freeze()
         _imported = len(sys.modules)
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Run tests in several processes on request."""
+    pluginmanager.register(parallel, "parallel")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,46 +23,65 @@ SUMMED = {"drfa": {"replace": False, "gamma": 0.0}}
 BY_NAME = ("fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl")
 """Methods that go through every fault of secure sums, one for each kind of answer; `make test` takes these alone."""
 
-IN_TURN = (
-    "test_losing_any_client_at_any_exchange_and_replaying_it",
-    "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round",
-    "test_resuming_after_a_kill_at_any_exchange",
-    "test_grpc_gives_the_bits_of_one_process",
-    "test_a_worker_killed_at_a_step_is_restarted",
-    "test_cutting_a_workers_connection_at_every_step_loses_nothing",
-    "test_an_aggregator_killed_during_a_secure_sum_is_resumed",
-    "test_the_sum_includes_a_worker_absent_at_its_end",
-)
-"""Faults of secure sums, which do not know the method: methods outside ``BY_NAME`` take one of these in turn."""
+IN_TURN = {
+    "method": ("test_clients_lost_in_an_evaluation_are_left_out", "test_an_evaluation_without_replies"),
+    "trained": (
+        "test_losing_any_client_at_any_exchange_and_replaying_it",
+        "test_client_steps_count_the_clients_that_made_them",
+        "test_a_state_that_would_not_be_finite_is_discarded",
+        "test_an_attempt_that_loses_every_client_changes_nothing_and_is_retried",
+    ),
+    "summed": (
+        "test_losing_any_client_at_any_exchange_and_replaying_it",
+        "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round",
+        "test_resuming_after_a_kill_at_any_exchange",
+        "test_grpc_gives_the_bits_of_one_process",
+        "test_a_worker_killed_at_a_step_is_restarted",
+        "test_cutting_a_workers_connection_at_every_step_loses_nothing",
+        "test_an_aggregator_killed_during_a_secure_sum_is_resumed",
+        "test_the_sum_includes_a_worker_absent_at_its_end",
+        "test_losing_a_client_of_a_batch_keeps_the_others",
+        "test_a_round_that_fails_after_the_confirmations_is_left_out",
+        "test_placement_of_clients_does_not_change_results",
+    ),
+}
+"""Faults that concern what methods share, for plain rounds and for secure sums: each method takes one of them in turn,
+and those in ``ALL_FAULTS`` take all."""
 
 DEAR = {
-    "test_losing_any_client_at_any_exchange_and_replaying_it": "fedrep",
     "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round": "scaffold",
     "test_losing_a_client_of_a_batch_keeps_the_others": "comfedl",
-    "test_resuming_after_a_kill_at_any_exchange": "pfedbayes",
     "test_placement_of_clients_does_not_change_results": "fedavg",
     "test_grpc_gives_the_bits_of_one_process": "pfedbayes",
     "test_a_round_that_fails_after_the_confirmations_is_left_out": "comfedl",
     "test_cutting_a_workers_connection_at_every_step_loses_nothing": "fedrep",
     "test_the_sum_includes_a_worker_absent_at_its_end": "fedavg",
-    "test_a_worker_killed_at_a_step_is_restarted": "scaffold",
-    "test_an_aggregator_killed_during_a_secure_sum_is_resumed": "pfedbayes",
+    "test_secure_sums_equal_plain_sums": "pfedbayes",
 }
-"""Method with which `make test` runs each of the slowest tests of secure sums."""
+"""Method with which `make test` runs each slow test of secure sums."""
+
+DEAREST = {
+    "test_losing_any_client_at_any_exchange_and_replaying_it",
+    "test_a_worker_killed_at_a_step_is_restarted",
+    "test_an_aggregator_killed_during_a_secure_sum_is_resumed",
+    "test_resuming_after_a_kill_at_any_exchange",
+}
+"""Tests that `make test` leaves to `make test-all`: each kills or loses at every exchange."""
 
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
 
-WHOLE = ("fedrep", "pefll", PROBE, "wga")
-"""Methods that `make test` takes through the whole kit: clients that keep states; three exchanges and a server that
-puts work off; one that was written for the kit, with two conversations in a round; gradients in place of models.
+WHOLE = ("fedrep", PROBE, "wga")
+"""Methods that `make test` takes through the whole kit: clients that keep states; one that was written for the kit,
+with two conversations in a round; gradients in place of models.
 
 The others share these parts; of them `make test` runs what is in ``OWN``, and `make test-all` everything.
 """
 
+ALL_FAULTS = {"method": (*WHOLE, "pefll"), "trained": (*WHOLE, "pefll"), "summed": BY_NAME}
+"""Methods that take every fault (``IN_TURN``)."""
+
 OWN = (
-    "test_a_random_exchange_with_one_survivor",
-    "test_resuming_after_a_kill_at_one_exchange_of_each_kind",
     "test_clients_not_seen_in_training_get_predictors",
     "test_evaluation_changes_no_state_and_is_repeatable",
     "test_results_equal_the_recorded_bits",
@@ -90,24 +109,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     thorough = [PROBE, *THOROUGH] if chosen is None else trained
     sampled = [name for name in trained if name not in thorough]
     summed = [name for name in trained if find_algorithm(_method(name)).sums_suffice(_settings(name)) is None]
-    if chosen is None and (test := metafunc.function.__name__) in IN_TURN:
-        turn = IN_TURN.index(test)
-        summed = [name for i, name in enumerate(summed) if name in BY_NAME or i % len(IN_TURN) == turn]
     every = {"method": names, "trained": trained, "thorough": thorough, "sampled": sampled, "summed": summed}
     own = chosen is not None or metafunc.function.__name__ in OWN
 
-    some = WHOLE
+    some = () if metafunc.function.__name__ in DEAREST else WHOLE
     if "summed" in metafunc.fixturenames:
         name = metafunc.function.__name__
-        some = (DEAR[name],) if name in DEAR else BY_NAME
+        some = () if name in DEAREST else (DEAR[name],) if name in DEAR else BY_NAME
 
     def param(name: str) -> Any:
         first_tier = own or name in some
-        shares_runs = pytest.mark.xdist_group(f"conformance {name}")
+        shares_runs = pytest.mark.group(f"conformance {name}")
         return pytest.param(name, marks=[shares_runs, *([] if first_tier else [pytest.mark.exhaustive])])
 
     for fixture, values in every.items():
         if fixture in metafunc.fixturenames:
+            tests = IN_TURN.get(fixture, ())
+            if chosen is None and metafunc.function.__name__ in tests:
+                turn, whole = tests.index(metafunc.function.__name__), ALL_FAULTS[fixture]
+                values = [name for i, name in enumerate(values) if name in whole or i % len(tests) == turn]
             metafunc.parametrize(fixture, [param(name) for name in values])
 
 

@@ -42,7 +42,7 @@ def entry_points(checkout: Path, folder: Path) -> None:
 def bits(checkout: Path, only: Sequence[str]) -> dict[str, Any]:
     """Train all or some methods of a checkout and return the digests by method; restore its kept_bits.json."""
     kept = (checkout / KEPT).read_bytes()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", TEST, "--keep-bits"]
+    command = [sys.executable, "-m", "pytest", "-q", TEST, "--keep-bits"]
     if only:
         command += ["-k", " or ".join(f"[{name}]" for name in only)]
     with tempfile.TemporaryDirectory() as folder:

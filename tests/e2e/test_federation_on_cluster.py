@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.data,
     pytest.mark.timeout(1800),
-    pytest.mark.xdist_group("e2e"),
+    pytest.mark.group("e2e"),
 ]
 
 TOLERANCE = 0.05

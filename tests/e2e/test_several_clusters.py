@@ -23,7 +23,7 @@ from test_chart_on_cluster import SMALL, VOWELS, common, log, packed, published_
 
 from fedloom.security.certificates import make_ca, make_certificate
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("e2e")]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.group("e2e")]
 
 ROUNDS = 60
 EXPERIMENT: dict[str, Any] = {

@@ -18,7 +18,7 @@ from faults.kills import Federation
 from faults.place import Place, Running, wait_until
 from faults.table import Fault, Tally, markdown, summary, try_once
 
-pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.group("faults")]
 
 SEED = 1000
 

@@ -108,7 +108,7 @@ def test_the_focal_loss_and_the_median_match_their_papers(place: Path, monkeypat
 def test_the_method_passes_the_conformance_kit(place: Path) -> None:
     found = re.search(r"`pytest (tests/conformance [^`]*)`", (ROOT / "AGENTS.md").read_text(encoding="utf-8"))
     assert found is not None
-    pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command = [sys.executable, *pytest_alone, *found[1].split()]
     environment = {**os.environ, "PYTHONPATH": str(place)}
     done = forked.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

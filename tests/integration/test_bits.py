@@ -10,7 +10,7 @@ import torch
 from run_processes import experiment, fedloom, final, scores
 from safetensors.torch import load
 
-pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.group("runs")]
 
 
 def test_workers_do_not_change_results(fresh_root: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import yaml
 from fedloom.cli.main import main
 from fedloom.data import datasets
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("damaged")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.group("damaged")]
 
 PATIENCE_S = 60
 """After which a command counts as hanging; the slowest takes a second."""

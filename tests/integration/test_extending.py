@@ -96,7 +96,7 @@ def test_the_example_passes_the_conformance_kit(environment: dict[str, str]) -> 
     page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
     found = re.search(r"`pytest (tests/conformance [^`]*)`", page)
     assert found is not None
-    pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest_alone = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command = [sys.executable, *pytest_alone, *found[1].split()]
     done = run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout

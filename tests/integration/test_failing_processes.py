@@ -13,7 +13,7 @@ from transport_support import make_aggregator
 from fedloom.core.processes import END_WITH_PARENT
 from fedloom.errors import ExitCode
 
-pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.group("faults")]
 
 
 def partition(path: Path) -> Path:

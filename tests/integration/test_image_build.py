@@ -31,7 +31,7 @@ print(json.dumps({"version": fedloom.__version__, "user": os.getuid()}))
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("images"),
+    pytest.mark.group("images"),
     pytest.mark.timeout(BUILD_S),
     pytest.mark.skipif(not ASKED, reason="builds an image, which takes minutes: set FEDLOOM_TEST_IMAGES=1"),
 ]

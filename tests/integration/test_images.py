@@ -58,7 +58,7 @@ print(json.dumps({
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("images"),
+    pytest.mark.group("images"),
     pytest.mark.timeout(3 * BUILD_S),
     pytest.mark.skipif(not ASKED, reason="builds images, which takes minutes: set FEDLOOM_TEST_IMAGES=1"),
 ]

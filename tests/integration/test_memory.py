@@ -52,7 +52,7 @@ def peak_memory(path: Path, out: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
-@pytest.mark.xdist_group("runs")
+@pytest.mark.group("runs")
 def test_ten_times_the_clients_use_no_more_memory(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.engine.run_data import make_partition
     from fedloom.experiment import load_experiment

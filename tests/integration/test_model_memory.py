@@ -54,7 +54,7 @@ def peaks(folder: Path, root: Path, width: int, **federation: object) -> tuple[i
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.xdist_group("runs")
+@pytest.mark.group("runs")
 @pytest.mark.parametrize("federation", [{}, {"secure_aggregation": {}}], ids=["updates", "secure sums"])
 def test_no_process_holds_a_large_model_more_than_three_times(
     fresh_root: Path, tmp_path: Path, federation: dict[str, object]

@@ -25,7 +25,7 @@ from test_open_federation import CLASS_NAMES, GIVEN, Federation, members
 from fedloom.security.certificates import make_ca, make_certificate
 
 __all__ = ["members"]
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("prometheus")]
+pytestmark = [pytest.mark.slow, pytest.mark.group("prometheus")]
 
 EXPERIMENT = f"""\
 name: vowels

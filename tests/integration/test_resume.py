@@ -24,7 +24,7 @@ from fedloom.experiment import load_experiment
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 
-pytestmark = [pytest.mark.data, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
+pytestmark = [pytest.mark.data, pytest.mark.timeout(600), pytest.mark.group("runs")]
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from fedloom.serving.serve import DurableRounds
 from fedloom.storage import open_store
 from fedloom.transport.control import follow
 
-pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("store")]
+pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.group("store")]
 
 STATEFUL = {
     "algorithm": {"name": "pfedbayes", "steps": 6, "batch_size": 16},

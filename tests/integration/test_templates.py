@@ -274,7 +274,7 @@ def test_the_method_passes_the_conformance_kit(tmp_path: Path, programs: Path) -
     subprocess.run(install, env={**os.environ, **OFFLINE}, check=True, capture_output=True, timeout=WAIT_S)
     found = re.search(r"`pytest (tests/conformance [^`]*)`", (TEMPLATES / "method" / "README.md").read_text())
     assert found is not None
-    command = [programs / "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *found[1].split()]
+    command = [programs / "pytest", "-q", "-x", "-p", "no:cacheprovider", *found[1].split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 15
@@ -283,7 +283,7 @@ def test_the_method_passes_the_conformance_kit(tmp_path: Path, programs: Path) -
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(1800)
-@pytest.mark.xdist_group("pipelines")
+@pytest.mark.group("pipelines")
 def test_the_pipeline(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     followed("pipeline", folder)
@@ -299,7 +299,8 @@ def test_the_pipeline(tmp_path: Path) -> None:
     assert (folder / "out" / "report.html").exists()
 
 
-@pytest.mark.xdist_group("helm")
+@pytest.mark.slow
+@pytest.mark.group("helm")
 def test_the_chart(tmp_path: Path) -> None:
     folder, programs = tmp_path / "mine", tmp_path / "programs"
     programs.mkdir()

@@ -23,7 +23,7 @@ from fedloom.runs.listing import list_runs
 from fedloom.security.access import Access
 from fedloom.security.tokens import add_token, revoke_tokens
 
-pytestmark = pytest.mark.xdist_group("ui")
+pytestmark = pytest.mark.group("ui")
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,7 @@ def test_a_run_has_the_sections_of_its_report_and_what_left_its_clients(runs: Pa
     assert '<a href="/report/sub/private">' in page
 
 
+@pytest.mark.slow
 def test_a_report_has_every_section_with_an_anchor(runs: Path, port: int) -> None:
     page = asked(port, "/report/avg").text
     for section in report_page(RunFolder(runs / "avg")).sections:
@@ -131,6 +132,7 @@ def test_a_client_has_its_rounds_and_its_results_in_every_run_of_its_partition(r
         assert f'href="/client/{name}?id=client-0004"' in page
 
 
+@pytest.mark.slow
 def test_a_comparison_has_the_parts_of_fedloom_compare(runs: Path, port: int, tmp_path: Path) -> None:
     fedloom("compare", runs / "avg", runs / "ditto", "--out", tmp_path / "out")
     written = (tmp_path / "out" / "compare.html").read_text().partition("<main>")[2]
@@ -149,6 +151,7 @@ def test_an_unchanged_page_is_not_sent_again(port: int) -> None:
 # ---- damage
 
 
+@pytest.mark.slow
 def test_a_damaged_run_is_named_with_its_fault_and_the_rest_is_shown(runs: Path, tmp_path: Path) -> None:
     folder = copied(runs, tmp_path)
     (folder / "ditto" / "experiment.yaml").write_bytes(b"\xff\x00{")

@@ -11,7 +11,7 @@ import pytest
 from run_processes import started
 from ui_support import ROUNDS, shown, trained
 
-pytestmark = [pytest.mark.xdist_group("ui"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.group("ui"), pytest.mark.exhaustive]
 
 WAIT_MS = 240_000  # generous: a test machine may be busy with other things
 

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.exhaustive,
     pytest.mark.timeout(3 * WAIT_S),
-    pytest.mark.xdist_group("wheel"),
+    pytest.mark.group("wheel"),
     pytest.mark.skipif(not UV.exists(), reason="there is no uv, which installs in seconds"),
 ]
 

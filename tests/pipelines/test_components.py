@@ -28,7 +28,7 @@ from fedloom.kubeflow import catalog
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import open_store
 
-pytestmark = [pytest.mark.data, pytest.mark.xdist_group("components")]
+pytestmark = [pytest.mark.data, pytest.mark.group("components")]
 
 COMPONENTS = Path(__file__).parents[2] / "components"
 NAMES = sorted(path.parent.name for path in COMPONENTS.glob("*/component.py"))
@@ -178,6 +178,7 @@ def test_fetching_from_an_empty_place(tmp_path: Path, capsys: pytest.CaptureFixt
         assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_a_partition_is_complete_and_repeatable(made: Chain, tmp_path: Path) -> None:
     again = artifact(dsl.Dataset, tmp_path / "shards")
     body("partition")(made.plan.data, made.files, again)

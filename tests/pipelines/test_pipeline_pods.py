@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from configured_pipelines import configured
 from facts import refusing, tells
 from google.protobuf.json_format import MessageToDict, ParseDict
 from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig
@@ -21,7 +20,7 @@ from fedloom.errors import ExperimentError
 from fedloom.kubeflow import catalog
 from fedloom.kubeflow.pods import PodSettings
 
-pytestmark = pytest.mark.xdist_group("components")
+pytestmark = pytest.mark.group("components")
 
 PIPELINES = Path(__file__).parents[2] / "pipelines"
 ACCELERATOR = {"resource": "nvidia.com/mig-1g.5gb", "count": 2}
@@ -89,6 +88,8 @@ def test_without_settings_the_pipeline_is_byte_identical(name: str, tmp_path: Pa
 
 
 def test_pod_settings_equal_those_of_kfps_functions(compiled: Callable[..., Any]) -> None:
+    from configured_pipelines import configured  # compiles pipelines
+
     spec, executors = compiled({"tasks": {"report": EVERYTHING}})
     container = configured.pipeline_spec.deployment_spec["executors"]["exec-report"]["container"]
     theirs = {key: value for key, value in dict(container["resources"]).items() if key.startswith("resource")}

@@ -16,7 +16,7 @@ from fedloom.cli.main import app
 from fedloom.cluster.api import FORWARDING, NEEDED
 from fedloom.errors import StorageError
 
-pytestmark = pytest.mark.xdist_group("components")
+pytestmark = pytest.mark.group("components")
 ROOT = Path(__file__).parents[2]
 STOCK: dict[str, Any] = yaml.safe_load((ROOT / "tests/fixtures/kubeflow/rights.yaml").read_text())
 EVENTS = ("list", "", "events")

@@ -33,7 +33,7 @@ from fedloom.kubeflow import client
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.client import Kubeflow, KubeflowSettings, TokenCommand
 
-pytestmark = pytest.mark.xdist_group("components")
+pytestmark = pytest.mark.group("components")
 
 PROFILE = "team-a"
 Submit = Callable[..., Result]

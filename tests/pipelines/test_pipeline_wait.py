@@ -28,7 +28,7 @@ from fedloom.errors import (
 from fedloom.kubeflow import runs
 from fedloom.kubeflow.steps import FAILURE_MARK, step
 
-pytestmark = pytest.mark.xdist_group("components")
+pytestmark = pytest.mark.group("components")
 
 Command = Callable[..., Result]
 

@@ -19,7 +19,7 @@ from fedloom.errors import ExperimentError
 from fedloom.kubeflow import catalog
 from fedloom.kubeflow.catalog import IMAGE, component_image
 
-pytestmark = pytest.mark.xdist_group("components")
+pytestmark = pytest.mark.group("components")
 
 ROOT = Path(__file__).parents[2]
 PIPELINES = ROOT / "pipelines"

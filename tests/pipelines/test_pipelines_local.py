@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.data,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.xdist_group("pipelines"),
+    pytest.mark.group("pipelines"),
 ]
 
 FEDAVG = "algorithm={name: fedavg, local: {steps: 5, batch_size: 16, lr: 0.02}, personalize_steps: 5}"

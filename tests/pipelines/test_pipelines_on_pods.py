@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.data,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("pipelines"),
+    pytest.mark.group("pipelines"),
     pytest.mark.usefixtures("forks"),
 ]
 

@@ -31,7 +31,7 @@ from fedloom.kubeflow import catalog, registration
 from fedloom.kubeflow.registration import ModelRegistry, register_run
 from fedloom.serving.saved_models import ModelFolder
 
-pytestmark = pytest.mark.xdist_group("components")
+pytestmark = pytest.mark.group("components")
 
 URI = "s3://bucket/runs/reg"
 

@@ -41,7 +41,7 @@ def sampled(names: Iterable[str], first: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=() if name in first else pytest.mark.cluster) for name in names]
 
 
-pytestmark = pytest.mark.xdist_group("helm")
+pytestmark = pytest.mark.group("helm")
 
 
 def generator() -> Any:

@@ -41,7 +41,7 @@ from fedloom.reporting.compare_tables import (
 from fedloom.reporting.page import escaped
 from fedloom.reporting.significance import holm
 
-pytestmark = pytest.mark.xdist_group("compare")
+pytestmark = pytest.mark.group("compare")
 UNRENDERED = pytest.mark.usefixtures("unrendered")
 
 

@@ -29,7 +29,7 @@ from fedloom.reporting.compare_tables import latex_table, rows_as_csv, terminal_
 from fedloom.reporting.run_results import MeanStd
 from fedloom.tasks.names import MODEL_LOSS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("losses")]
+pytestmark = [pytest.mark.slow, pytest.mark.group("losses")]
 
 
 def tree(root: Path, **algorithm: Any) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.xdist_group("site")
+@pytest.mark.group("site")
 def test_the_site_is_complete_and_makes_no_external_requests(site: Path) -> None:
     pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     assert len(pages) > len(list(DOCS.rglob("*.md")))
@@ -184,7 +184,7 @@ def test_a_section_of_the_navigation_fits_on_a_screen() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.xdist_group("site")
+@pytest.mark.group("site")
 def test_each_page_leads_to_the_next_and_shows_the_version(site: Path) -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.findall(r"[\w/.-]+\.md", text[text.index("\nnav:\n") :])
@@ -198,7 +198,7 @@ def test_each_page_leads_to_the_next_and_shows_the_version(site: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.xdist_group("site")
+@pytest.mark.group("site")
 def test_the_search_finds_the_pages_that_a_user_wants(site: Path) -> None:
     """The site's own engine is asked: the theme's worker for the browser, run by node."""
     if shutil.which("node") is None:

@@ -214,6 +214,7 @@ def test_the_complete_example_of_the_page_costs_what_the_page_says() -> None:
     assert 19 < last.to_members < 20 < 164 < last.to_aggregator < 166
 
 
+@pytest.mark.slow
 def test_an_epsilon_for_examples_of_clients_that_join_later_names_what_to_copy() -> None:
     text = example_of_the_page().replace(
         "{of: clients, clip: 0.5, noise_multiplier: 1.2,", "{of: examples, clip: 0.5, epsilon: 4,"
@@ -225,7 +226,7 @@ def test_an_epsilon_for_examples_of_clients_that_join_later_names_what_to_copy()
     assert fedloom.privacy_cost(e, examples=2000).noise_multiplier > 0.5
 
 
-pytestmark = pytest.mark.xdist_group("report")
+pytestmark = pytest.mark.group("report")
 SETTINGS = TrainingPrivacy(clip=0.5, noise_multiplier=2.0, delta=1e-5)
 CLAIM = claim(SETTINGS, {EVERYONE: {sampled("poisson", 900, 45, 2.0): 4}}, simulated=False, covers=["Update.delta"])
 SPENDING = PrivacySpent(1e-5, 4, CLAIM.epsilon, 8.0)

@@ -149,6 +149,8 @@ class Visits:
     """Visits to some clients by FedAvg, each as if by a process of its own."""
 
     def __init__(self, model: Any = PLAIN, examples: ExamplePrivacy | None = None, **settings: Any) -> None:
+        if model is dropping:
+            model = ModuleModel(dropping, IMAGE, CLASSES, "pixels")
         self.data, self._examples = clients((9, 6)), examples
         local = {"steps": 6, "batch_size": 3, "lr": 0.05, **settings}
         self._half = FEDAVG.client(FedAvgSettings.model_validate({"local": local}), problem_of(model, self.data))
@@ -180,7 +182,7 @@ HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulate": ({"accumulate": 2, "momentum": 0.9}, {}),
     "epochs": ({"steps": None, "epochs": 3, "optimizer": "adamw"}, {}),
     "together": ({"steps": None, "epochs": 3, "momentum": 0.9}, {"at_once": 2}),
-    "dropout": ({"model": ModuleModel(dropping, IMAGE, CLASSES, "pixels")}, {}),
+    "dropout": ({"model": dropping}, {}),
     "augmented": ({}, {"augment": augmentation(["RandomHorizontalFlip"], Normalization.identity(1))}),
     "noise": ({"examples": ExamplePrivacy(1.0, 0.5)}, {}),
     "secret noise": ({"examples": ExamplePrivacy(1.0, 0.5)}, {"secret": b"s" * 32}),

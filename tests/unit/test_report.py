@@ -30,7 +30,7 @@ FIGURES = [
     "clients.svg", "confusion-seen.svg", "confusion-unseen.svg", "correlation.svg", "descriptors-training.svg",
     "descriptors.svg", "learning-curve.svg", "partition.svg", "reliability.svg", "time.svg", "training-loss.svg",
 ]  # fmt: skip
-pytestmark = pytest.mark.xdist_group("report")
+pytestmark = pytest.mark.group("report")
 UNRENDERED = pytest.mark.usefixtures("unrendered")
 
 
