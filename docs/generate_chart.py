@@ -36,8 +36,9 @@ def schema(chart: Path = CHART) -> str:
     """
     tree = json.loads((chart / "values.schema.json").read_text())
     text = (chart / "values.yaml").read_text()
+    defaults = yaml.safe_load(text)
     for path, comment in [*sections(text), *((key, comment) for key, _, comment in documented(text))]:
-        node, default = tree, yaml.safe_load(text)
+        node, default = tree, defaults
         for name in path.split("."):
             default = default[name]
             parent, last = node["properties"], name

@@ -216,8 +216,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_alert_fires_when_its_page_says_so_and_not_otherwise(name: str, tmp_path: Path) -> None:
-    case, spec = CASES[name], rules("silos")
-    (alert,) = [rule for group in spec["groups"] for rule in group["rules"] if rule["alert"] == case.alert]
+    case = CASES[name]
+    (alert,) = [rule for group in rules("silos")["groups"] for rule in group["rules"] if rule["alert"] == case.alert]
     labels = alert["labels"] | {label: case.target[label] for label in case.keeps}
     firing = [{"exp_labels": labels, "exp_annotations": alert["annotations"]}]
     expected = [
@@ -225,7 +225,8 @@ def test_an_alert_fires_when_its_page_says_so_and_not_otherwise(name: str, tmp_p
         for at in (*case.fires, *case.silent)
     ]
     test = {"interval": "1m", "input_series": case.series, "alert_rule_test": expected}
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec))
+    alone = {"groups": [{"name": "alone", "rules": [alert]}]}  # the others cost most of promtool's time
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(alone))
     file = tmp_path / "test.yaml"
     file.write_text(json.dumps({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}))
     promtool("test", "rules", file)

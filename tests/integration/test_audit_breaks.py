@@ -173,6 +173,7 @@ CLAIMED = [(of, name, CLAIMS[i % 2]) for i, (of, name) in enumerate(CASES)]
 """Each break with one of the claims, so that every kind of break meets both."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize(("of", "name", "claim"), CLAIMED)
 def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +186,7 @@ def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, m
     assert mentions(audit_verdict(canaries, found["claim"]), "failed")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("of", ["clients", "examples"])
 @pytest.mark.parametrize(("claim", "seed"), [(4.0, 0), (1.0, 1), (1.0, 2)])

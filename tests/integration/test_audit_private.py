@@ -44,6 +44,7 @@ def check_bounds(root: Path, seeds: range) -> tuple[list[float], list[str]]:
     return estimates, verdicts
 
 
+@pytest.mark.slow
 def test_the_bound_stays_below_the_claim_of_private_training(tmp_path: Path) -> None:
     _, verdicts = check_bounds(tmp_path, range(1))
     assert verdicts == ["passed"]

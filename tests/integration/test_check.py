@@ -138,6 +138,7 @@ def test_independent_errors_are_shown_together(fedloom: Fedloom, tmp_path: Path)
     assert [error["exit_code"] for error in errors] == [ExitCode.EXPERIMENT, ExitCode.DATA]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("method", sorted(TINY))
 def test_bytes_parameters_and_evaluations_are_those_of_the_run(
     fedloom: Fedloom, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -168,6 +169,7 @@ def test_bytes_parameters_and_evaluations_are_those_of_the_run(
     assert facts["estimate"]["seconds"][0] <= facts["estimate"]["seconds"][1]
 
 
+@pytest.mark.slow
 def test_privacy_and_sums_agree_with_the_run(fedloom: Fedloom, tmp_path: Path) -> None:
     privacy = {"clip": 1.0, "epsilon": 8.0, "delta": 1e-3, "sampling": "fixed"}
     federation = {"rounds": 3, "clients_per_round": 4, "min_replies": 3, "secure_aggregation": {}, "privacy": privacy}
@@ -226,10 +228,10 @@ def test_a_first_round_that_fails_is_told(fedloom: Fedloom, tmp_path: Path) -> N
 
 
 def test_long_training_is_cut_short_and_counted(fedloom: Fedloom, tmp_path: Path) -> None:
-    long = {**FEDAVG, "local": {"steps": 1_000_000, "batch_size": 8, "lr": 0.01}}
+    long = {**FEDAVG, "local": {"steps": 100_000, "batch_size": 8, "lr": 0.01}}
     facts = facts_of(fedloom, written(tmp_path, algorithm=long))
-    steps = 3 * 1_000_000  # of a round; a step takes far more than a microsecond
-    assert facts["estimate"]["round_seconds"] > steps * 1e-6
+    steps = 3 * 100_000  # of a round; a step takes far more than 10 microseconds
+    assert facts["estimate"]["round_seconds"] > steps * 1e-5
     assert facts["communication"]["payload_up"]["total"] > 0
 
 

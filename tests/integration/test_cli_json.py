@@ -127,6 +127,7 @@ def test_every_command_has_json_or_no_facts() -> None:
         assert '"--json"' in (ROOT / path).read_text()
 
 
+@pytest.mark.slow
 def test_facts_are_one_document(fedloom: Fedloom, tmp_path: Path) -> None:
     file = written(tmp_path)
     (tmp_path / "space.yaml").write_text(
@@ -161,6 +162,7 @@ def test_a_federation_is_controlled_with_json(fedloom: Fedloom, tmp_path: Path) 
         running.aggregator.stop()
 
 
+@pytest.mark.slow
 def test_a_sweep_with_failures_prints_both(fedloom: Fedloom, tmp_path: Path) -> None:
     file = written(tmp_path)
     grid = ["--grid", "algorithm.local.lr=0.1,1e30", "--out", "sweep", "--no-report"]

@@ -167,6 +167,7 @@ def test_terminal_shows_one_screen_that_repaints(federation: Federation, tmp_pat
     assert str(tmp_path / "models" / "speaker-0") in lines[-1]
 
 
+@pytest.mark.slow
 def test_no_screen_on_kubernetes_or_with_json(federation: Federation) -> None:
     federation.aggregator()
     federation.worker(1, name="other")
@@ -186,6 +187,7 @@ def test_no_screen_on_kubernetes_or_with_json(federation: Federation) -> None:
     assert "evaluated; personal model: accuracy" in outputs[0][1]
 
 
+@pytest.mark.slow
 def test_json_lines_have_the_documented_fields(federation: Federation, tmp_path: Path) -> None:
     federation.aggregator()
     federation.worker(1, name="other")
@@ -221,6 +223,7 @@ def test_json_lines_have_the_documented_fields(federation: Federation, tmp_path:
 # --- HTTP -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_probes_follow_the_connection(federation: Federation) -> None:
     health, metrics = free_address(), free_address()
     watched = federation.worker(0, name="watched", more=("--health", health, "--metrics", metrics))

@@ -51,6 +51,7 @@ def test_a_broken_plugin_is_an_error(tmp_path: Path) -> None:
     assert tells(found["remedy"], "broken")
 
 
+@pytest.mark.slow
 def test_an_aggregator_and_credentials_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = free_address()
     found = doctor("--aggregator", nobody, code=8)["aggregator"]
@@ -88,6 +89,7 @@ def test_an_aggregator_and_credentials_are_checked(tmp_path: Path, monkeypatch: 
         running.aggregator.stop()
 
 
+@pytest.mark.slow
 def test_a_store_is_written_to(tmp_path: Path, s3_server: S3Server) -> None:
     url = f"s3://{s3_server.new_bucket()}/team"
     assert doctor("--store", url, **s3_server.environment)["store"]["state"] == "ok"
@@ -97,6 +99,7 @@ def test_a_store_is_written_to(tmp_path: Path, s3_server: S3Server) -> None:
     assert list(open_store(tmp_path).entries()) == []
 
 
+@pytest.mark.slow
 def test_rights_on_a_cluster_are_listed(tmp_path: Path) -> None:
     with FakeCluster(tmp_path / "cluster", images={}) as cluster:
         found = doctor("--cluster", KUBECONFIG=str(cluster.kubeconfig))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from ports import free_port
 from run_processes import ended, experiment, fedloom, final, scores, started, until
 
 
+@pytest.mark.slow
 def test_killed_worker_continues_from_its_save_with_the_same_bits(tmp_path: Path, fresh_root: Path) -> None:
     algorithm = {"name": "fedavg", "personalize_steps": 0, "local": {"steps": 6000, "batch_size": 16, "lr": 0.01}}
     path = experiment(

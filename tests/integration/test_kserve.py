@@ -234,6 +234,7 @@ def test_a_killed_container_restarts_and_one_without_models_gives_the_reason(run
     assert str(bare / "models") in json.dumps(failure)
 
 
+@pytest.mark.slow
 def test_the_command_in_the_hint_saves_the_models_of_the_run(run: Path, tmp_path: Path) -> None:
     with refusing(ExperimentError, "models"):
         save_models(run, run / "models", suffix=".pt2")  # a new folder

@@ -155,6 +155,7 @@ def sockets(pid: int, state: str) -> list[tuple[int, int]]:
     return [(int(local.rpartition(":")[2], 16), int(remote.rpartition(":")[2], 16)) for local, remote in ports]
 
 
+@pytest.mark.slow
 def test_a_worker_has_one_connection_and_no_port(tmp_path: Path, fashion_mnist_root: Path) -> None:
     path = experiment(tmp_path, fashion_mnist_root, model={"name": "logistic"}, algorithm={"name": "fedavg"})
     fedloom("partition", path, "--out", tmp_path / "partition")

@@ -421,6 +421,7 @@ def test_a_member_with_silent_clients_delays_a_run_only_for_the_stated_time(
     equal_to_the_replay(federation, tmp_path / "replay")
 
 
+@pytest.mark.slow
 def test_a_silent_crowd_in_larger_cohorts_does_not_end_a_run(federation: Federation) -> None:
     """Two members answer, and a cohort has room for five."""
     changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=20")
@@ -492,6 +493,7 @@ class Silent:
         self._thread.join(30)
 
 
+@pytest.mark.slow
 def test_rounds_end_at_the_early_stopping_condition(members: Path, tmp_path: Path) -> None:
     path = tmp_path / "vowels.yaml"
     path.write_text(EXPERIMENT)

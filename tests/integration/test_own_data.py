@@ -310,6 +310,7 @@ def test_a_run_resumes_only_with_the_same_clients(packed: Path, experiment: Path
         run_experiment(of(experiment, "federation.rounds=5"), others)
 
 
+@pytest.mark.slow
 def test_clients_with_own_data_are_measured_and_get_models(packed: Path, experiment: Path, tmp_path: Path) -> None:
     summary = run_experiment(of(experiment), options(packed, tmp_path / "a")).summary
     measured = trained.evaluate(tmp_path / "a", data=[packed / f"s{i}" for i in range(4)]).statistics

@@ -103,6 +103,7 @@ def test_the_claim_covers_the_released_sums(whole: Path) -> None:
     assert RunStatus(RunFolder(whole)).activity().privacy is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [pytest.param("central", marks=pytest.mark.slow), "distributed"])
 def test_three_readers_have_three_figures(tmp_path: Path, noise: str) -> None:
     """Compute the ε toward a member from the journal, and find it wherever the claim is shown."""

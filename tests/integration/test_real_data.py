@@ -77,6 +77,7 @@ def test_cifar10_if_it_is_available() -> None:
     assert [source.spec.class_names[label] for label in official.train.labels[:2]] == ["frog", "truck"]
 
 
+@pytest.mark.slow
 def test_qmnist_has_the_writers_of_nist() -> None:
     official = had("qmnist", copy_from=QMNIST if QMNIST.is_dir() else None)
     assert official.owners is not None
@@ -168,6 +169,7 @@ def test_new_clients_of_every_seed_have_images_unseen_in_training(root: Path) ->
     assert before.clients == 10
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_are_partitioned_in_seconds(root: Path) -> None:
     start = time.monotonic()
     folder = partition_dataset(

@@ -75,6 +75,7 @@ def test_members_verify_each_other_by_a_key_register(federation: Federation, tmp
     equal_to_the_replay(federation, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_the_run_survives_repeated_kills_of_the_aggregator(unsigned: Federation, tmp_path: Path) -> None:
     """Attempts during a kill are lost, members stay; results equal those of the journal's replay.
 

@@ -113,6 +113,7 @@ def test_transfers_continue_where_a_cut_interrupted_them(aggregator, chunk_sizes
     proxy.close()
 
 
+@pytest.mark.slow
 def test_transfers_continue_over_tls(tmp_path: Path, chunk_sizes: list[int]) -> None:
     federation = Federation(tmp_path)
     aggregator = federation.start()

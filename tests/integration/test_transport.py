@@ -177,6 +177,7 @@ def test_a_cut_connection_loses_no_client_and_repeats_no_computation(aggregator,
     proxy.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_randomly_cut_connections_change_nothing(aggregator, worker, background, seed):
     """Two workers, three conversations at once, connections cut every few milliseconds: every answer is right."""

@@ -142,6 +142,7 @@ def test_names_of_searches() -> None:
     assert planned(SPACE, "name=7up").title.startswith("search-7up-")
 
 
+@pytest.mark.slow
 def test_the_trials_of_a_grid_equal_those_of_a_search_without_a_cluster(tmp_path: Path) -> None:
     """With equal versions of Optuna the order is equal, too."""
     search = planned(GRID, sampler="grid", seed=11)

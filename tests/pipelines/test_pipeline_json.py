@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kfp_api import KubeflowApi
 from typer.testing import Result
 
@@ -32,6 +33,7 @@ def test_submissions_runs_and_schedules(
     assert json.loads(refused.stdout)["exit_code"] == 2
 
 
+@pytest.mark.slow
 def test_waiting_gives_the_outcome(
     api: KubeflowApi, submit: Callable[..., Result], pipeline: Callable[..., Result]
 ) -> None:
@@ -40,6 +42,7 @@ def test_waiting_gives_the_outcome(
     assert facts(pipeline("wait", run, "--json"))["state"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_compiled_pipelines(pipeline: Callable[..., Result], tmp_path: Path) -> None:
     (told,) = facts(pipeline("compile", "unseen_clients", "--json", "--out", str(tmp_path)))
     assert told["file"] == str(tmp_path / "unseen_clients.yaml")

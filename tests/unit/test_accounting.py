@@ -108,6 +108,7 @@ def test_a_known_cohort_is_not_amplified() -> None:
     assert epsilon_of({replaced: 20}, 1e-5) == pytest.approx(gaussian_epsilon(1.5, 1e-5, 20), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_different_releases_compose() -> None:
     """Compose a descriptor of each client, without sampling, and training."""
     own = dp.pld.PLDAccountant()
@@ -141,6 +142,7 @@ def test_the_bound_is_an_upper_bound_within_a_factor_of_6() -> None:
         assert exact * 0.999 <= epsilon_bound(counts, 1e-5) <= 6 * exact
 
 
+@pytest.mark.slow
 def test_many_sampling_rates_are_rounded_up() -> None:
     """Populations of an open federation vary: the ε is an upper bound, and close to that of the mean."""
     counts = {sampled("poisson", 900 + i, 45, 2.0): 5 for i in range(60)}

@@ -112,6 +112,7 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_fedavg_of_adapters_equals_a_plain_loop_over_the_module(tmp_path: Path) -> None:
     m = model(one)
     assert m.layout.size == 2 * (256 + 6) + 2 * (6 + 5) + 5 * CLASSES + CLASSES  # of 1 640 parameters of the base

@@ -286,6 +286,7 @@ def test_all_right_guesses_give_a_bound_that_grows_with_their_number() -> None:
     assert found == pytest.approx(math.log(p / (1 - p)), abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_the_bound_of_randomized_response_holds_in_19_of_20_runs(epsilon: float) -> None:

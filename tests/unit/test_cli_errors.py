@@ -97,6 +97,7 @@ def test_schema_is_json(fedloom: Fedloom) -> None:
     assert json.loads(out)["properties"].keys() >= {"name", "data", "model", "algorithm", "federation"}
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported() -> None:
     full = Path("/dev/full")
     with pytest.raises(StorageError) as refused, storing(full):

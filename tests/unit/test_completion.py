@@ -48,6 +48,7 @@ def test_keys_of_experiments(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_runs_and_names(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "first")
     write_run(tmp_path / "sweep" / "second")

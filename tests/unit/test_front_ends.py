@@ -98,16 +98,19 @@ def test_an_error_of_a_class_that_only_its_process_knows_is_passed_on(tmp_path: 
 
 def options_in_errors(path: Path) -> list[int]:
     """Return the lines below the command line that contain an option in a text that is not a command."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if "--" not in text:
+        return []
+    tree = ast.parse(text)
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise):
             texts = [n for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-            for text in texts:
-                output = re.sub(r"`?(fedloom [a-z]|kubectl ).*", "", text.value, flags=re.S)
-                if id(text) not in docs and re.search(r"(^|[^-\w])--[a-z]", output):
-                    found.append(text.lineno)
+            for constant in texts:
+                output = re.sub(r"`?(fedloom [a-z]|kubectl ).*", "", constant.value, flags=re.S)
+                if id(constant) not in docs and re.search(r"(^|[^-\w])--[a-z]", output):
+                    found.append(constant.lineno)
     return found
 
 

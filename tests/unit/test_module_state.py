@@ -144,6 +144,7 @@ def test_training_equals_a_bare_loop(norm: str) -> None:
     assert not torch.isclose(found, theta)[moved].all() or not moved.any()
 
 
+@pytest.mark.slow
 def test_resnet18_equals_a_bare_loop_to_the_bit() -> None:
     models = pytest.importorskip("torchvision.models")
     m = ModuleModel(lambda: models.resnet18(num_classes=3), (3, 32, 32), 3, "pixels")
@@ -435,6 +436,7 @@ def test_frozen_parameters_are_not_in_theta_and_keep_their_values(tmp_path: Path
     assert tells(str(error.value), "model.factory", "base.weight", "run")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_theta_of_an_adapted_language_model_is_its_adapters() -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -466,6 +468,7 @@ def test_a_completely_frozen_module_is_rejected() -> None:
 FLOWDUP = {"name": "flowdup", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "subspace": {"size": 5}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trains", "algorithm", "named"), [(False, TASK["algorithm"], "0.weight"), (True, FLOWDUP, "initialization")]
 )

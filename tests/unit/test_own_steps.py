@@ -48,6 +48,7 @@ def test_written_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own_steps.measured(other.folder.path, 1, [])
 
 
+@pytest.mark.slow
 def test_only_the_best_step_size_on_validation_is_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = on_vowels(tmp_path / "run", {"name": "local", "local": {"steps": 2}}, rounds=0)
     run.run()
@@ -73,6 +74,7 @@ def test_rates_are_compared_by_the_mean_and_diverged_ones_excluded() -> None:
 # --- evaluation.own_steps ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_own_steps_in_a_run_or_after_it_equal_those_of_a_run_with_that_number(tmp_path: Path, method: str) -> None:
     run = on_vowels(tmp_path / "run", METHODS[method], own_steps=[0, 3])
