@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,7 @@ def federation(method: Algorithm, clients: int, workers: int, tls: Path | None =
             process.wait()
 
 
+@cache
 def _without_data(client: str) -> ClientData:
     nothing = Split(torch.zeros(0, 1), None)
     return ClientData(client, nothing, nothing, nothing, 2)

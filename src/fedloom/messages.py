@@ -132,20 +132,28 @@ class Message:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields by name."""
-        return {field.name: getattr(self, field.name) for field in self.fields()}
+        return dict(vars(self))
 
     def select(self, index: Sequence[int]) -> Self:
         """Return the message for a subset of its rows: row fields indexed, broadcasts unchanged."""
         picked: Any = _as_slice(index) or list(index)
-        rows = {field.name: getattr(self, field.name)[picked] for field in self.fields() if field.per_client}
-        return type(self)(**(self.tensors() | rows)) if rows else self
+        tensors = self.tensors()
+        rows = {field.name: tensors[field.name] for field in self.fields() if field.per_client}
+        if all(picked == slice(0, tensor.shape[0]) for tensor in rows.values()):
+            return self
+        return type(self)(**(tensors | {name: tensor[picked] for name, tensor in rows.items()}))
+
+    def split(self, count: int) -> list[Self]:
+        """Return the message of each of ``count`` rows: what :meth:`select` returns for it."""
+        named = zip(self.fields(), vars(self).values(), strict=True)
+        fields = [tensor.split(1) if field.per_client else (tensor,) * count for field, tensor in named]
+        return [type(self)(*row) for row in zip(*fields, strict=True)] if fields else [self] * count
 
     def client_bytes(self) -> int:
         """Return the bytes of tensor data per client: its row of each row field, and each broadcast whole."""
-        tensors = self.tensors()
         return sum(
-            tensors[field.name].nbytes // (max(1, tensors[field.name].shape[0]) if field.per_client else 1)
-            for field in self.fields()
+            tensor.nbytes // (max(1, tensor.shape[0]) if field.per_client else 1)
+            for field, tensor in zip(self.fields(), vars(self).values(), strict=True)
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,8 +49,14 @@ class ClientRequest:
             f"{self.exchange}: {type(self.message).__name__}({fields})"
         )
 
+    @cached_property
+    def _single(self) -> list[Message]:
+        return self.message.split(len(self.clients))
+
     def select(self, rows: Sequence[int]) -> Message:
         """Return these rows, with zeros for a member that was lost (possible only in groups of several)."""
+        if len(rows) == 1 and rows[0] in self.position:
+            return self._single[self.position[rows[0]]]
         if all(row in self.position for row in rows):
             return self.message.select([self.position[row] for row in rows])
 

@@ -259,12 +259,10 @@ class Evaluator:
         if isinstance(answer, Metrics):
             validation, test = self._held_out[client]
             return implausible(answer, self.plan, validation=validation, test=test)
-        return out_of_range(
-            answer,
-            self.server.answer_bounds(self._sizes[client]),
-            learning_rates(self.server.settings),
-            scaled=self._scaled,
-        )
+        bounds = self.server.answer_bounds(self._sizes[client])
+        if out_of_range(answer, bounds, scaled=self._scaled) is None:
+            return None
+        return out_of_range(answer, bounds, learning_rates(self.server.settings), scaled=self._scaled)
 
     def _noisy_steps(self, client: str, purpose: str) -> Mapping[Release, int]:
         """Return the releases of a client's noisy steps; clients that train make such steps only in rounds."""

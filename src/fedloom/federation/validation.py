@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +33,7 @@ _SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[at
 _OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One field of a message without its values."""
 
     name: str

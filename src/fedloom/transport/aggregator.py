@@ -12,8 +12,9 @@ import os
 import queue
 import stat
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection
-from fedloom.transport.codec import encode
+from fedloom.transport.codec import Assembler, encode
 from fedloom.transport.connected import ConnectedWorkers, LiveStatus
 from fedloom.transport.control import CONTROL
 from fedloom.transport.control_service import ControlService, ProgressPublisher
@@ -250,7 +251,8 @@ class Aggregator:
             self._post(self._dispatcher.finish, exchange)
         if len(answers) < len(call.rows) and self._alive():
             exchange.finished.wait(ALIVE_S)  # silent clients are recorded before the next cohort is drawn
-        if any(isinstance(answer, Message) and answer.client_bytes() >= SPOOLED_BYTES for answer in answers.values()):
+        first = next((answer for answer in answers.values() if isinstance(answer, Message)), None)  # all have one shape
+        if first is not None and first.client_bytes() >= SPOOLED_BYTES:
             return_freed_memory()  # of frames
         late = Lost(f"timeout: no answer after {call.deadline_s} s" if self._alive() else STOPPED)
         return [answers.get(row, late) for row in call.rows]
@@ -261,22 +263,42 @@ class Aggregator:
         while len(answers) < len(exchange.call.rows):
             remaining = exchange.remaining_s()
             try:
-                item = exchange.inbox.get(timeout=ALIVE_S if remaining is None else min(remaining, ALIVE_S))
+                items = [exchange.inbox.get(timeout=ALIVE_S if remaining is None else min(remaining, ALIVE_S))]
             except queue.Empty:
                 if (remaining is not None and remaining <= ALIVE_S) or not self._alive():
                     break
                 continue
-            if isinstance(item, Exception):
-                raise item
-            row, outcome = item
-            answers[row] = outcome if isinstance(outcome, Lost) else self._decode(exchange, row, outcome)
+            while not exchange.inbox.empty():
+                items.append(exchange.inbox.get_nowait())
+            replies: dict[Assembler, dict[int, Arrived]] = {}
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+                row, outcome = item
+                if isinstance(outcome, Lost):
+                    answers[row] = outcome
+                else:
+                    replies.setdefault(outcome.assembler, {})[row] = outcome
+            for reply in replies.values():
+                answers |= self._decode(exchange, reply)
         return answers
 
     def close(self, key: ConversationKey) -> None:
         """End a conversation and notify the workers that hold rows of it. Idempotent."""
         self._post(self._dispatcher.close, key)
 
-    def _decode(self, exchange: Exchange, row: int, arrived: Arrived) -> Message | Lost:
+    def _decode(self, exchange: Exchange, reply: Mapping[int, Arrived]) -> Mapping[int, Message | Lost]:
+        """Return the checked answers of rows of one reply: checked together if possible, which is faster."""
+        first = next(iter(reply.values()))
+        if len(reply) > 1 and first.assembler.is_whole:
+            with suppress(WireError):
+                together = first.assembler.message(first.cls)
+                if non_finite(together) is None:
+                    messages = together.split(first.assembler.specs[0].shape[0])
+                    return {row: messages[arrived.place] for row, arrived in reply.items()}
+        return {row: self._decode_row(exchange, row, arrived) for row, arrived in reply.items()}
+
+    def _decode_row(self, exchange: Exchange, row: int, arrived: Arrived) -> Message | Lost:
         try:
             message = arrived.message()
             if (reason := non_finite(message)) is not None:

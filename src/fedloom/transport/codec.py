@@ -10,10 +10,11 @@ import contextlib
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 from isal.isal_zlib import crc32
 from torch import Tensor
@@ -84,7 +85,7 @@ def encode(message: Message) -> Encoded:
     """
     fields = specs(message)
     for spec, tensor in zip(fields, message.tensors().values(), strict=True):
-        if spec.dtype not in DTYPES or tensor.device.type != "cpu":
+        if spec.dtype not in DTYPES or not tensor.is_cpu:
             raise TypeError(
                 f"{type(message).__name__}.{spec.name} is {spec.dtype} on {tensor.device}; "
                 f"the wire carries {', '.join(map(str, DTYPES))}, on cpu"
@@ -94,7 +95,7 @@ def encode(message: Message) -> Encoded:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return _view(tensor.contiguous().reshape(-1).view(torch.uint8))
+    return memoryview(tensor.contiguous().numpy().reshape(-1).view(np.uint8))
 
 
 def _view(flat: Tensor | bytearray) -> memoryview:
@@ -106,13 +107,13 @@ def join_answers(answers: Sequence[Encoded]) -> Encoded:
     first = answers[0]
     if len(answers) == 1:
         return first
-    specs = tuple(replace(spec, shape=(len(answers), *spec.shape[1:])) for spec in first.specs)
+    specs = tuple(spec._replace(shape=(len(answers), *spec.shape[1:])) for spec in first.specs)
     return Encoded(first.name, specs, tuple(answer.buffers[i] for i in range(len(specs)) for answer in answers))
 
 
 def split_rows(encoded: Encoded, count: int) -> list[Encoded]:
     """Return the messages of ``count`` clients, each with its row of each row field: the inverse of join_answers."""
-    specs = tuple(replace(spec, shape=(1, *spec.shape[1:])) if spec.per_client else spec for spec in encoded.specs)
+    specs = tuple(spec._replace(shape=(1, *spec.shape[1:])) if spec.per_client else spec for spec in encoded.specs)
     fields = [
         [buffer[i : i + size] for i in range(0, size * count, size)] if spec.per_client and size else [buffer] * count
         for spec, buffer, size in ((s, b, len(b) // count) for s, b in zip(specs, encoded.buffers, strict=True))
@@ -227,8 +228,8 @@ class Assembler:
     limit_bytes
         Maximum size that the receiver accepts.
     storage
-        Allocates the memory of each tensor as flat uint8, in one piece or one piece per row; by default new memory in
-        one piece.
+        Allocates the memory of each tensor as flat uint8, in one piece or one piece per row (all tensors alike); by
+        default new memory in one piece.
 
     Raises
     ------
@@ -257,8 +258,6 @@ class Assembler:
             [*storage(spec)] if storage else [_small_or_memory(spec.nbytes)] for spec in tensors
         ]
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
-        self._current = 0  # index of the piece being filled
-        self._filled = 0  # bytes filled in this piece
         self.received = 0
         """Number of bytes that have arrived."""
         self._checked = 0, 0  # number of bytes, and their CRC-32
@@ -274,16 +273,15 @@ class Assembler:
             raise WireError(Refusal.SIZE, f"{self.received + len(data)} bytes received, {self.total} announced")
         if len(data) < min(CHUNK_BYTES, self.total - self.received):
             raise WireError(Refusal.ORDER, f"chunk of {len(data)} bytes before the last, expected {CHUNK_BYTES}")
+        start, rest = self.received, memoryview(data)
         self.received += len(data)
-        rest = memoryview(data)
-        while len(rest):
-            view = self._views[self._current]
-            part = rest[: len(view) - self._filled]
-            view[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            rest = rest[len(part) :]
-            if self._filled == len(view):
-                self._current, self._filled = self._current + 1, 0
+        for view in self._views:
+            if len(rest) and start < len(view):
+                part = rest[: len(view) - start]
+                view[start : start + len(part)] = part
+                start, rest = 0, rest[len(part) :]
+            else:
+                start -= len(view)
 
     def checksum(self) -> int:
         """Return the CRC-32 of the bytes that have arrived; each byte is read once, however often this is called."""
@@ -301,18 +299,25 @@ class Assembler:
         if not self.is_complete:
             raise WireError(Refusal.TRUNCATED, f"{self.received} of {self.total} bytes at the end")
 
-    def forget(self, piece: int) -> None:
-        """Store the rest of a row in separate memory, because its piece may now hold another answer."""
-        for pieces in self._storage:
-            pieces[piece] = memory(len(pieces[piece]))
+    @property
+    def is_whole(self) -> bool:
+        """True if the rows are adjacent in memory, so that :meth:`message` has all of them."""
+        return all(len(pieces) == 1 for pieces in self._storage)
+
+    def forget(self, row: int) -> None:
+        """Store the rest of a row in separate memory, because its memory may now hold another answer."""
+        for spec, pieces in zip(self.specs, self._storage, strict=True):
+            if spec.per_client and len(pieces) == 1:
+                pieces[:] = [_row(spec, pieces, i) for i in range(spec.shape[0])]
+            pieces[row] = memory(len(pieces[row]))
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
 
-    def message(self, cls: type[Message], piece: int = 0) -> Message:
-        """Return the message, or that of one row where each row has its own memory; see :meth:`tensors`."""
-        return cls(**self.tensors(cls, piece))
+    def message(self, cls: type[Message], row: int | None = None) -> Message:
+        """Return the message, or that of one row; see :meth:`tensors`."""
+        return cls(**self.tensors(cls, row))
 
-    def tensors(self, cls: type[Message], piece: int = 0) -> dict[str, Tensor]:
-        """Return the fields of a message by name, copying small ones only.
+    def tensors(self, cls: type[Message], row: int | None = None) -> dict[str, Tensor]:
+        """Return the fields of a message, or of one row of it, by name, copying small ones only.
 
         Raise WireError if the fields are not those of the class, or a bool is neither 0 nor 1.
         """
@@ -323,23 +328,31 @@ class Assembler:
                 Refusal.SHAPE, f"fields {[spec.name for spec in self.specs]} are not those of {cls.__name__}"
             )
         return {
-            spec.name: _tensor(spec, pieces[piece], rows=1 if len(pieces) > 1 else None, cls=cls)
+            spec.name: _tensor(spec, pieces[0] if row is None else _row(spec, pieces, row), row is not None, cls)
             for spec, pieces in zip(self.specs, self._storage, strict=True)
         }
+
+
+def _row(spec: TensorSpec, pieces: list[Tensor | bytearray], row: int) -> Tensor | bytearray:
+    """Return the memory of a row of a tensor; a broadcast has the same for each."""
+    if len(pieces) > 1 or not spec.per_client:
+        return pieces[row]
+    size = len(pieces[0]) // spec.shape[0]
+    return pieces[0][row * size : (row + 1) * size]
 
 
 def _small_or_memory(nbytes: int) -> Tensor | bytearray:
     return bytearray(nbytes) if nbytes < SMALL_BYTES else memory(nbytes)
 
 
-def _tensor(spec: TensorSpec, storage: Tensor | bytearray, rows: int | None, cls: type[Message]) -> Tensor:
-    """Return received bytes as a tensor; ``rows`` replaces the first size of its shape."""
+def _tensor(spec: TensorSpec, storage: Tensor | bytearray, is_row: bool, cls: type[Message]) -> Tensor:
+    """Return the received bytes of a tensor, or of one row of it."""
     if isinstance(storage, bytearray):  # copied, because it is not aligned
         storage = torch.frombuffer(storage, dtype=torch.uint8).clone() if storage else torch.empty(0, dtype=torch.uint8)
-    shape = spec.shape if rows is None else (rows, *spec.shape[1:])
+    shape = (1, *spec.shape[1:]) if is_row and spec.per_client else spec.shape
     if spec.dtype == torch.bool and bool((storage > 1).any()):
         raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes other than 0 and 1")
-    if not spec.nbytes:  # torch cannot view empty storage as aligned (data without classes have no confusion matrix)
+    if not len(storage):  # torch cannot view empty storage as aligned (data without classes have no confusion matrix)
         return torch.empty(shape, dtype=spec.dtype)
     return storage.view(spec.dtype).view(shape)
 

@@ -231,6 +231,9 @@ class Exchange:
             key = (cls, spec.name, spec.dtype)
             if key not in self._blocks and len(apart) < len(rows):
                 self._blocks[key] = memory(len(self._position) * nbytes).view(len(self._position), nbytes)
+            first, last = self._position[rows[0]], self._position[rows[-1]]
+            if not apart and last - first == len(rows) - 1:  # adjacent, because rows ascend
+                return [self._blocks[key][first : last + 1].view(-1)]
             return [memory(nbytes) if row in apart else self._blocks[key][self._position[row]] for row in rows]
 
         return pieces
@@ -258,16 +261,15 @@ class Exchange:
 
     def drop_partials(self, link: Link, rows: Iterable[int]) -> None:
         """Drop incomplete answers that are about to be replaced by those of this stream, unless they may continue."""
-        for row in rows:
+        for row in rows if self.partials else ():
             asked = (self.sent.get(row), self.second.get(row))
             if all(other is link or other is None or self.partial(other, row) is None for other in asked):
                 self.partials.pop(row, None)
 
     def arrives_already(self, row: int) -> bool:
         """Return whether an answer for an awaited row is arriving already, or may continue."""
-        return row in self.partials or any(
-            (row, link) in self.arriving for link in (self.sent[row], self.second.get(row)) if link is not None
-        )
+        streams = (self.sent[row], self.second.get(row)) if self.arriving else ()
+        return row in self.partials or any((row, link) in self.arriving for link in streams if link is not None)
 
     def patience_s(self) -> float | None:
         """Return the time without progress after which another worker is asked, too; None if there is no estimate."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -231,14 +231,17 @@ class Receiver:
             link.ignored.discard(number)
             return
         del link.arrivals[number]
-        for row, place in arrival.rows.items():
+        for row in arrival.rows:
             del arrival.exchange.arriving[row, link]
-            self._settle(link, arrival.exchange, row, Arrived(link.name, arrival.cls, arrival.assembler, place))
+        answers = {
+            row: Arrived(link.name, arrival.cls, arrival.assembler, place) for row, place in arrival.rows.items()
+        }
+        self._settle(link, arrival.exchange, answers)
 
     # ---- rows
 
-    def _settle(self, link: Link, exchange: Exchange, row: int, outcome: Arrived | Lost) -> None:
-        """Deliver the outcome of a row; a second outcome from another stream will be late."""
+    def _settle(self, link: Link, exchange: Exchange, outcomes: Mapping[int, Arrived | Lost]) -> None:
+        """Deliver the outcomes of rows; a second outcome from another stream will be late."""
         now = time.monotonic()
         exchange.longest_s = max(exchange.longest_s, now - exchange.asked_at[link])
         exchange.asked_at[link] = now
@@ -246,12 +249,13 @@ class Receiver:
         link.proven, link.silent, link.rests_until = True, 0, 0.0
         conversation = self._conversations.get(exchange.call.key)
         assert conversation is not None
-        conversation.holders[row] = link.name
-        for other in (exchange.sent.get(row), exchange.second.get(row)):
-            if other is not None:
-                self.drop_arrival(exchange, row, other)
-        exchange.expect_no_more(row)
-        self._settled.append((exchange, row, outcome))
+        for row, outcome in outcomes.items():
+            conversation.holders[row] = link.name
+            for other in (exchange.sent.get(row), exchange.second.get(row)) if exchange.arriving else ():
+                if other is not None:
+                    self.drop_arrival(exchange, row, other)
+            exchange.expect_no_more(row)
+            self._settled.append((exchange, row, outcome))
 
     def drop_arrival(self, exchange: Exchange, row: int, link: Link) -> None:
         """Stop storing what a stream sends for a row: its memory may hold another answer."""
@@ -304,7 +308,7 @@ class Receiver:
             return
         if not self._let_go(exchange, message.row, link):  # else the other stream will settle the row
             reason = printable(message.reason, REASON_CHARACTERS) or "the worker gave no reason"
-            self._settle(link, exchange, message.row, Lost(reason, is_bug=message.bug))
+            self._settle(link, exchange, {message.row: Lost(reason, is_bug=message.bug)})
 
     # ---- refusals
 
@@ -346,7 +350,7 @@ class Receiver:
         for row in rows:
             reason = self.refuse(error, exchange, row, link.name)
             if not self._let_go(exchange, row, link):
-                self._settle(link, exchange, row, Lost(reason))
+                self._settle(link, exchange, {row: Lost(reason)})
 
     def _ignore(self, link: Link, number: int, error: WireError) -> None:
         """Skip the rest of a transfer, and notify the worker if the transfer was faulty."""

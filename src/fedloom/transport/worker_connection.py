@@ -48,7 +48,7 @@ LEAVE_S = 5.0  # how long we wait for an aggregator to end the stream that we le
 DECLINED_S = 0.1  # how often a member's conditions are checked
 CHANGED_S = 1.0  # how often certificate and token files are checked for changes
 UPGRADE_S = 30.0  # how long a worker that is too new waits before it asks again
-GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
+GATHER_S = 0.01  # how long an answer waits to be sent with others while the next is computed
 
 
 @dataclass(frozen=True)
