@@ -166,9 +166,9 @@ def read_specs(envelope: wire.Envelope) -> tuple[TensorSpec, ...]:
 class Cutter:
     """Cuts messages into parts of frames, for one direction of one stream, and numbers the transfers."""
 
-    def __init__(self, part: PartClass) -> None:
+    def __init__(self, part: PartClass, first: int = 1) -> None:
         self._part = part
-        self._numbers = count(1)
+        self._numbers = count(first)
 
     def parts(
         self,

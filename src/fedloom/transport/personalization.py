@@ -41,7 +41,7 @@ from fedloom.transport.stream import (
     PartReader,
     Received,
 )
-from fedloom.transport.tiles import CallError, PendingClient, PreparedRound, TileQueue
+from fedloom.transport.tiles import CallError, PendingClient, PreparedRound, TileQueue, round_name
 from fedloom.transport.versions import FIXED, SPOKEN, Protocols, package_for
 from fedloom.transport.wire import personalization_pb2 as wire
 
@@ -242,7 +242,7 @@ class Personalization:
             setattr(description.load, name, 1e3 * load.latency_s[share])
         if current is not None:
             facts = current.served.about
-            description.served.CopyFrom(current.name)
+            description.served.CopyFrom(round_name(current.served))
             description.algorithm, description.algorithm_version = facts.algorithm, facts.version
             description.experiment, description.problem = facts.experiment, facts.problem
         return description
@@ -290,12 +290,12 @@ class Personalization:
             return
         _check_ask(ask)
         client = PendingClient(ask.client, await self._round(ask))
-        round, opening, received_at = client.prepared.served, client.prepared.opening, time.perf_counter()
+        round, opening = client.prepared.served, client.prepared.opening
         if round.answer is Metrics:
-            self._hand_out(client, received_at)
-            await self._write(context, client.frames(opening, last=True))
+            self._hand_out(client, time.perf_counter())
+            await self._write(context, opening)
         else:
-            await self._write(context, client.frames(opening, last=False))
+            await self._write(context, opening)
             client.answer = await self._received(reader, round, round.answer)
             await self._take_part(context, reader, client)
 

@@ -22,7 +22,7 @@ import torch
 
 from fedloom.federation.served import TOGETHER, NobodyLeft, ServedRound, Tile, useless_values
 from fedloom.federation.validation import non_finite, place
-from fedloom.messages import Message, stack
+from fedloom.messages import Message, Metrics, stack
 from fedloom.models.hypernetwork import TILE
 from fedloom.transport.codec import Cutter, Encoded, encode, split_rows
 from fedloom.transport.frames import WireError, serialize
@@ -48,22 +48,19 @@ class CallError(Exception):
 
 @dataclass(eq=False)
 class PreparedRound:
-    """Served round, and its opening in the wire format."""
+    """Served round, and the frames of its opening, which are the same for every client."""
 
     served: ServedRound
-    opening: Encoded
+    opening: Sequence[bytes]
     together: int = TOGETHER
     """Maximum number of clients in a tile; lowered once clients of a tile have had to wait for each other's answers."""
 
     @classmethod
     def from_served(cls, served: ServedRound) -> PreparedRound:
-        """Encode a round's opening."""
-        return cls(served, encode(served.opening))
-
-    @property
-    def name(self) -> wire.ServedRound:
-        """Round in the wire format of answers."""
-        return wire.ServedRound(run=self.served.about.run, round=self.served.round, digest=self.served.digest)
+        """Make the frames of a round's opening."""
+        return cls(
+            served, _frames(served, Cutter(wire.ModelPart), encode(served.opening), last=served.answer is Metrics)
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class PendingClient:
 
     client: str
     prepared: PreparedRound
-    cutter: Cutter = field(default_factory=lambda: Cutter(wire.ModelPart))
+    cutter: Cutter = field(default_factory=lambda: Cutter(wire.ModelPart, first=2))  # the opening is the first
     answer: Received | None = None
     since: float = 0.0
     outgoing: asyncio.Queue[NextMessage | Exception] = field(default_factory=asyncio.Queue)
@@ -93,9 +90,18 @@ class PendingClient:
     """Passes the client's answer to the tile that waits for it."""
 
     def frames(self, encoded: Encoded, *, last: bool) -> list[bytes]:
-        """Return the frames of the server's next message."""
-        header = wire.Header(served=self.prepared.name, last=last)
-        return message_frames(self.cutter, encoded, serialize(wire.ModelPart(header=header)))
+        """Return the frames of the server's next message after the opening."""
+        return _frames(self.prepared.served, self.cutter, encoded, last=last)
+
+
+def round_name(served: ServedRound) -> wire.ServedRound:
+    """Return a round's name in the wire format."""
+    return wire.ServedRound(run=served.about.run, round=served.round, digest=served.digest)
+
+
+def _frames(served: ServedRound, cutter: Cutter, encoded: Encoded, *, last: bool) -> list[bytes]:
+    header = wire.Header(served=round_name(served), last=last)
+    return message_frames(cutter, encoded, serialize(wire.ModelPart(header=header)))
 
 
 class TileQueue:
