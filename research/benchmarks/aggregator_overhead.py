@@ -1,6 +1,6 @@
 """Cost of a round whose clients answer at once, relative to moving its bytes over a bare gRPC stream.
 
-    .venv/bin/python research/benchmarks/aggregator_overhead.py [--json FILE]
+    .venv/bin/python research/benchmarks/aggregator_overhead.py [--case CLIENTS COHORT D] [--json FILE]
     .venv/bin/python research/benchmarks/aggregator_overhead.py --tls [--json FILE]
 
 A round is FedLoom's own (``RoundAttempt`` with a ``ServerAlgorithm``, over ``Aggregator`` to worker processes, and a
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="seconds of each case")
     parser.add_argument("--goal-only", action="store_true", help="only measure 100 clients of 85,822 parameters")
     parser.add_argument("--smallest", action="store_true", help="only measure 10 clients of 7,850 parameters")
+    parser.add_argument("--case", type=int, nargs=3, metavar=("CLIENTS", "COHORT", "D"), help="only measure this case")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="worker processes")
     parser.add_argument("--tls", action="store_true", help="compare rounds over TLS with rounds in plaintext")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -186,6 +187,9 @@ def main() -> None:
     about = machine()
     print(describe(about))
     chosen = [GOAL] if options.goal_only else [SMALLEST] if options.smallest else cases()
+    if options.case:
+        clients, cohort, d = options.case
+        chosen = [(clients, cohort, d)]
     if options.tls:
         results = [result for n in options.workers for result in compare_tls(chosen, n, options.seconds)]
         head = ["workers", "clients", "cohort", "d", "MiB each way", "plaintext, ms", "TLS, ms", "ratio", "bytes"]

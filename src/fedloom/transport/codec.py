@@ -95,7 +95,7 @@ def encode(message: Message) -> Encoded:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().numpy().reshape(-1).view(np.uint8))
+    return memoryview(cast("Buffer", tensor.contiguous().numpy().reshape(-1).view(np.uint8)))
 
 
 def _view(flat: Tensor | bytearray) -> memoryview:
