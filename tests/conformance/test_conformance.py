@@ -356,6 +356,7 @@ def test_training_does_not_depend_on_evaluation(tiny: Federation, trained: str) 
     assert same_bits(*states)
 
 
+@pytest.mark.sampled(3)
 def test_clients_not_seen_in_training_get_predictors(tiny: Federation, method: str) -> None:
     tiny.trained("run")
     evaluation = tiny.resume("run")

@@ -138,7 +138,7 @@ def test_independent_errors_are_shown_together(fedloom: Fedloom, tmp_path: Path)
     assert [error["exit_code"] for error in errors] == [ExitCode.EXPERIMENT, ExitCode.DATA]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("method", sorted(TINY))
 def test_bytes_parameters_and_evaluations_are_those_of_the_run(
     fedloom: Fedloom, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

@@ -526,6 +526,7 @@ def test_a_threshold_of_the_wrong_direction_is_rejected_before_round_1(members: 
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+@pytest.mark.slow
 def test_a_refusal_is_told_by_the_dry_run_the_worker_and_the_status(federation: Federation, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("only_sums: false\nmethods: [ditto]\n")

@@ -119,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_task_is_trained_measured_and_saved(case: str, tmp_path: Path) -> None:

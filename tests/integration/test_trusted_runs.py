@@ -32,6 +32,7 @@ identities:
 """
 
 
+@pytest.mark.slow
 def test_mutual_tls_with_tokens_gives_equal_results(tmp_path: Path, fashion_mnist_root: Path) -> None:
     path = experiment(tmp_path, fashion_mnist_root, **TINY)
     fedloom("run", path, "--out", tmp_path / "alone")

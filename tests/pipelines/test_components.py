@@ -190,6 +190,7 @@ def test_a_partition_is_complete_and_repeatable(made: Chain, tmp_path: Path) -> 
     assert {path.name for path in Path(made.files.path).iterdir()} == {"about.json", "datasets"}  # it is only read
 
 
+@pytest.mark.slow
 def test_a_partition_that_cannot_be_created(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(made.plan.data)
     data["partition"] |= {"classes_per_client": 11, "shares": None}

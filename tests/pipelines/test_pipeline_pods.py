@@ -87,6 +87,7 @@ def test_without_settings_the_pipeline_is_byte_identical(name: str, tmp_path: Pa
     assert (tmp_path / "by_kfp.yaml").read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_pod_settings_equal_those_of_kfps_functions(compiled: Callable[..., Any]) -> None:
     from configured_pipelines import configured  # compiles pipelines
 

@@ -72,6 +72,7 @@ def test_a_pipeline_is_uploaded_once(api: KubeflowApi, submit: Submit) -> None:
     assert api.counts() == (1, 1, 1, 2)
 
 
+@pytest.mark.slow
 def test_every_pipeline_can_be_submitted(api: KubeflowApi, submit: Submit) -> None:
     methods = ("", "algorithm={name: local, local: {steps: 3}}; federation.rounds=0")
     words = [word for method in methods for word in ("--param", f"methods={method}")]

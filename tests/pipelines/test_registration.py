@@ -133,6 +133,7 @@ def test_registering_a_checkpoint_again_is_idempotent_and_another_is_rejected(ru
     assert [len(kept) for kept in registry.objects.values()] == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_an_interrupted_registration_is_completed(run: Path, registry: StandIn) -> None:
     api = connected(registry)
     register_run(api, str(run))
@@ -146,6 +147,7 @@ def test_an_interrupted_registration_is_completed(run: Path, registry: StandIn) 
         assert [len(kept) for kept in registry.objects.values()] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_names_that_the_registry_confuses_are_distinguished(run: Path, registry: StandIn) -> None:
     api = connected(registry)
     for name in ("reg11", "regx1", "reg%"):

@@ -125,6 +125,7 @@ def test_fedavg_of_adapters_equals_a_plain_loop_over_the_module(tmp_path: Path) 
         same(f.predictors[2, c.id]["global"].tensors()["theta"], m.layout.join(shared))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "keys", "kept"), [(one, {}, "lora_B"), (two, {"local_parameters": ["*.own.*"]}, ".own.")]
 )

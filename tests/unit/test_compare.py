@@ -619,6 +619,7 @@ def test_methods_keep_their_colours_in_every_figure(written: Path) -> None:
         assert "var(" not in svg
 
 
+@pytest.mark.slow
 def test_a_repeated_comparison_writes_equal_bytes(many: Path, written: Path) -> None:
     before = {path: path.read_bytes() for path in written.rglob("*") if path.is_file()}
     (written / "figures" / "left-over.svg").write_text("of an earlier version")
@@ -664,6 +665,7 @@ def test_one_run_and_several_blocks_have_pages(tmp_path: Path) -> None:
     assert "<pefll>" not in page
 
 
+@pytest.mark.slow
 def test_one_run_is_drawn_only_over_rounds(tmp_path: Path) -> None:
     one, two = run(tmp_path / "a", "pefll"), run(tmp_path / "b", "fedavg")
     for folders, over in (([one], {"rounds"}), ([one, two], {"rounds", "communication", "client steps"})):

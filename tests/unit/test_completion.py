@@ -35,6 +35,7 @@ def completed(folder: Path, line: str, shell: str = "bash") -> list[str]:
     return [row for row in done.stdout.splitlines() if row]
 
 
+@pytest.mark.slow
 def test_keys_of_experiments(tmp_path: Path) -> None:
     found = completed(tmp_path, "fedloom run e.yaml --set federation.clients")
     assert found == ["federation.clients_per_round="]

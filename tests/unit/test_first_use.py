@@ -132,6 +132,7 @@ for words in (["compare", "run"], ["runs", "."]):
 """
 
 
+@pytest.mark.slow
 def test_commands_on_finished_runs_need_no_torch_and_write_ascii(tmp_path: Path) -> None:
     finished_run(tmp_path / "run")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}

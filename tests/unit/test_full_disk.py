@@ -48,6 +48,7 @@ def test_data_in_memory_that_cannot_be_stored(tmp_path: Path) -> None:
     fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_written(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     task: dict[str, Any] = {**TASK, "data": data, "federation": ROUNDS}

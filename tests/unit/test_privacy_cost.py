@@ -89,6 +89,7 @@ def test_a_member_of_secure_sums_has_a_figure_of_its_own(noise: str, less: float
     assert "20 of 400" not in str(without)
 
 
+@pytest.mark.slow
 def test_two_of_epsilon_noise_and_rounds_determine_the_third() -> None:
     release = sampled("poisson", 900, 45, 2.0)
     by_noise = cost(noise_multiplier=3.0, federation__rounds=200)

@@ -99,6 +99,7 @@ def trained(*args: Any, **keys: Any) -> Mapping[str, Tensor]:
     return run.loop.server.state
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_without_noise_and_clipping_private_sums_are_plain_means(name: str, tmp_path: Path) -> None:
@@ -343,6 +344,7 @@ def test_the_clipping_norm_finds_a_quantile_of_fixed_norms() -> None:
         assert np.median(found[-40:]) == pytest.approx(np.quantile(norms, quantile), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", ["central", "distributed"])
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(noise: str, tmp_path: Path) -> None:
     secure = None if noise == "central" else SecureAggregation()

@@ -107,6 +107,7 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / FOLDER).rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_killed_training_continues_with_the_same_bits(tmp_path: Path, name: str) -> None:
     check_kills(tmp_path, name, 3)

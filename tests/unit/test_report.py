@@ -357,6 +357,7 @@ def test_figures_use_the_pages_colours_and_are_standalone(pefll: Path) -> None:
         assert all(f"#{name}" in svg for name in defined)
 
 
+@pytest.mark.slow
 def test_equal_files_give_equal_bytes(pefll: Path) -> None:
     written = [*sorted((pefll / "figures").iterdir()), pefll / "report.html"]
     first = [path.read_bytes() for path in written]

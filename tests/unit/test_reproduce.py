@@ -89,6 +89,7 @@ def as_number(text: str | None) -> float | str | None:
         return text
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.title)
 def test_a_part_makes_the_published_runs_with_their_settings(part: Part) -> None:
     published = results.published(part.page)

@@ -100,6 +100,7 @@ def test_the_chosen_step_size_is_the_best_finite_one_on_validation(tmp_path: Pat
     assert summaries.chosen_value(tmp_path / "search") == "0.1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, about in results.PAGES.items() if about.figures])
 def test_figures_of_a_page_match_its_compact_file(page: str) -> None:
     runs = summaries.read(RESULTS / f"{page}.csv")

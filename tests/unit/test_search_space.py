@@ -373,6 +373,7 @@ def test_trials_are_those_of_the_stored_study(sampler: str, tmp_path: Path) -> N
     assert best.score == max(trial.score for trial in trials.all if trial.score is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", [None, "median", "hyperband"])
 def test_a_search_killed_at_any_point_resumes_unchanged(early: str | None, tmp_path: Path) -> None:
     asked, whole = plan(early_stopping=early, trials=14), list[str]()

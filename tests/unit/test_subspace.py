@@ -63,6 +63,7 @@ def test_stacked_clients_expand_as_one_does() -> None:
     assert torch.equal(vmap(subspace.expand)(v), one_by_one)
 
 
+@pytest.mark.slow
 def test_over_draws_the_projection_is_unbiased_and_signs_are_fair() -> None:
     """Check E[P Pᵀ] = (k/d) I, so that E‖Pᵀ g‖² = (k/d) ‖g‖²."""
     draws, k = 4000, 11

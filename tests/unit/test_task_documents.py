@@ -92,6 +92,7 @@ def test_the_report_lists_the_worst_labels_first(tmp_path: Path) -> None:
     assert "cough" in write_report(folder).read_text()
 
 
+@pytest.mark.slow
 @TASK
 def test_pages_read_the_output_of_an_evaluation(tmp_path: Path, task: PredictionTask) -> None:
     if task.name == "classification":

@@ -68,6 +68,7 @@ def ids_of(texts: list[str], how: TextColumn) -> list[list[int]]:
     return x["input_ids" if how.mask else ""].tolist()
 
 
+@pytest.mark.slow
 def test_texts_are_padded_and_truncated_on_the_requested_side(folder: str) -> None:
     texts = ["good film", "very very very very bad", "odd"]
     assert ids_of(texts, column(folder)) == [[2, 3, 5, 0, 0], [2, 6, 6, 6, 6], [2, 1, 0, 0, 0]]
@@ -81,6 +82,7 @@ def test_texts_are_padded_and_truncated_on_the_requested_side(folder: str) -> No
     assert (specs["input_ids"].high, specs["attention_mask"].high) == (len(WORDS), 2)
 
 
+@pytest.mark.slow
 def test_invalid_texts_and_tokenizers_are_rejected(folder: str, tmp_path: Path) -> None:
     with refusing(DataError, "row 1", "row 2", "row 3", "7"):
         ids_of(["good", None, " ", 7], column(folder))  # type: ignore[list-item]

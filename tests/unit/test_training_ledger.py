@@ -45,6 +45,7 @@ def poisson(rate: float, z: float) -> Release:
 # --- replacing one unit -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "z", "count"), [(0.05, 1.0, 300), (0.01, 1.1, 1000), (0.3, 2.0, 20), (0.5, 5.0, 1)])
 def test_epsilon_under_replace_one_equals_dp_accountings(rate: float, z: float, count: int) -> None:
     own = dp.pld.PLDAccountant(REPLACE)
@@ -103,6 +104,7 @@ def test_converting_to_replace_one_is_free_if_it_already_is() -> None:
 # --- totals -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["examples", "clients"])
 def test_the_total_of_training_and_descriptors_uses_the_accountant(unit: str) -> None:
     """A Gaussian event of the package has the noise for adding one: replacing one changes it by twice as much."""

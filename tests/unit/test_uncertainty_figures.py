@@ -108,6 +108,7 @@ def test_the_first_two_rounds_and_the_last_are_kept() -> None:
     assert [one["round"] for one in told(stopped, 1)["rounds"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_five_drawn_networks_over_training() -> None:
     document = after(0, 1, 10)
     picture = draw_confidence_over_training(document)

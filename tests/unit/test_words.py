@@ -79,6 +79,7 @@ def test_log_lines_name_their_subject() -> None:
     assert "phase" not in line()
 
 
+@pytest.mark.slow
 def test_standard_error_shows_no_control_characters() -> None:
     from fedloom.cli.main import _Printable
 
@@ -120,6 +121,7 @@ def test_bounds_as_text(bound: float, text: str) -> None:
 log = logging.getLogger("fedloom.transport")
 
 
+@pytest.mark.slow
 def test_messages_before_the_file_is_known_are_written_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "aggregator.jsonl"
     logger = logging.getLogger("fedloom")
