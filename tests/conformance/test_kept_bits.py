@@ -2,7 +2,7 @@
 
 The bits are recorded in kept_bits.json for one machine; others may compute other bits, and these tests are skipped.
 
-pytest tests/conformance/test_kept_bits.py --keep-bits -n 0
+pytest tests/conformance/test_kept_bits.py --keep-bits
 
 records them again on the present machine; same_bits.py does so in two checkouts and compares them.
 
@@ -60,7 +60,7 @@ def check_version(method: str, before: Mapping[str, Any], found: Mapping[str, An
     assert found == before or found["version"] > before["version"], (
         f"the results of {method} have changed, and its version is {found['version']} as before. If they must change, "
         f"set `version` of its Algorithm to {before['version'] + 1}, so that releases that differ in them are not "
-        f"mixed in one federation, and record the new bits: pytest {__file__} --keep-bits -n 0"
+        f"mixed in one federation, and record the new bits: pytest {__file__} --keep-bits"
     )
 
 
@@ -93,5 +93,5 @@ def test_results_equal_the_recorded_bits(tiny: Federation, method: str, request:
         bits = dict(sorted({**before, method: found}.items()))
         KEPT.write_text(json.dumps({"machine": machine, "bits": bits}, indent=2) + "\n")
         return
-    assert method in kept["bits"], f"no bits are kept for {method}: pytest {__file__} --keep-bits -n 0"
-    assert found == kept["bits"][method], f"{method} has a new version: record its bits with --keep-bits -n 0"
+    assert method in kept["bits"], f"no bits are kept for {method}: pytest {__file__} --keep-bits"
+    assert found == kept["bits"][method], f"{method} has a new version: record its bits with --keep-bits"
