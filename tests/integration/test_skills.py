@@ -225,7 +225,7 @@ def test_a_skill_describes_itself_and_names_what_exists(name: str) -> None:
     assert front["name"] == name
     assert 50 < len(front["description"]) < 1024
     assert f".agents/skills/{name}/SKILL.md" in (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-    pages = [ROOT / "docs" / "experiment-keys.md", *(ROOT / "docs" / "keys").glob("*.md")]
+    pages = [ROOT / "docs" / "experiment-keys.md", *(ROOT / "docs" / "keys").rglob("*.md")]
     keys = "".join(page.read_text(encoding="utf-8") for page in pages)
     for key in re.findall(r"`((?:algorithm|data|federation|model|task)\.(?!npz|py)[\w.]+)`", body):
         assert f"`{key.split('.')[-1]}`" in keys or f".{key.split('.')[-1]}`" in keys, key
