@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fedloom.cli.run import aggregator_command as aggregator
-from fedloom.cli.worker import worker
+from fedloom.cli.worker import worker_command as worker
 from fedloom.core.address import dialable, split_address
 from fedloom.engine.worker import select_clients
 from fedloom.errors import ExperimentError

@@ -9,7 +9,8 @@ import typer
 
 from fedloom.api.progress import show_progress
 from fedloom.cli.completion import completed_values
-from fedloom.cli.options import ExperimentFile, Set
+from fedloom.cli.options import Commands, ExperimentFile, Set
+from fedloom.cli.pack import pack_command
 from fedloom.cli.results import CommandResult
 from fedloom.core.files import storing
 from fedloom.core.words import pluralize
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from fedloom.data.datasets import Dataset, RawDataset
     from fedloom.data.manifest import Manifest
 
+data_command = Commands(help="Files of data sets, and clients' own data.")
+data_command.command("pack")(pack_command)
 
+
+@data_command.command("fetch")
 def fetch_command(
     name: Annotated[
         str,

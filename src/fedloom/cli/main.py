@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 import fedloom
-from fedloom.cli import catalogue, check, data, doctor, new, pack, reproduce, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
-from fedloom.cli.options import Commands
+from fedloom.cli.options import CommandGroup, Commands
 from fedloom.cli.results import Terminated, UsageError, as_command_failure, described, print_json
 from fedloom.core.logs import JsonLines, structured
 from fedloom.core.plugins import entries, missing_part
@@ -35,92 +37,109 @@ KEPT = "\n\t"
 TRACED, ON = ("run", "aggregator", "worker"), ("1", "true", "yes", "on")
 """Commands that take part in rounds, and values of the environment variable FEDLOOM_TRACING with which they trace."""
 
+COMMANDS = {
+    "Experiments": "new:new run:run check:check runs:evaluate runs:runs ui compare report search audit "
+    "reproduce:reproduce",
+    "Choices for an experiment": "data:datasets catalogue:methods catalogue:models catalogue:schemes catalogue:tasks "
+    "tools:schema privacy",
+    "Data": "data:data data:partition",
+    "Federations": "run:aggregator worker:worker member status:status status:federation security:token "
+    "security:certificates",
+    "Models for clients": "personalize serve ledger register",
+    "Clusters": "cluster pipeline",
+    "This machine": "doctor:doctor tools:device",
+}
+"""Commands by heading of the help: ``module:name`` of this package, ``name`` where an entry point provides it."""
+
+_PLACES = [(heading, *words.rpartition(":")) for heading, line in COMMANDS.items() for words in line.split()]
+HEADINGS = {name: heading for heading, _, _, name in _PLACES}
+OWN = {name: f"fedloom.cli.{module}:{name}_command" for _, module, _, name in _PLACES if module}
+
+
+class _Lazy(TyperCommand):
+    """Command, or group of commands, whose options are read when it is used; the help needs only its first sentence."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        self._function, settings = _imported(point)
+        is_group = isinstance(self._function, typer.Typer)
+        text = self._function.info.help if is_group else inspect.getdoc(self._function)
+        super().__init__(point.name, help=text, rich_help_panel=HEADINGS.get(point.name, "Other commands"), **settings)
+
+    def built(self) -> Any:
+        """Return the command with its options."""
+        if isinstance(self._function, typer.Typer):
+            return typer.main.get_group(self._function)
+        only = Commands(add_completion=False)
+        only.command(self.name, context_settings=self.context_settings)(self._function)
+        return typer.main.get_command(only)
+
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """Return the context of the command with its options."""
+        return self.built().make_context(*args, **settings)
+
+
+def _imported(point: EntryPoint) -> tuple[Any, dict[str, Any]]:
+    """Return a command and its settings; one of another part that cannot be loaded says so when it is used."""
+    try:
+        return point.load(), {}
+    except Exception as error:
+        if not point.group:
+            raise
+        reason = missing_part(error) or f"{type(error).__name__}: {error}"
+
+    def command(context: typer.Context) -> NoReturn:
+        raise ExperimentError(f"`fedloom {point.name}` cannot be loaded: {reason}")
+
+    return command, {"hidden": True, "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True}}
+
+
+def _point(name: str) -> EntryPoint | None:
+    """Return where a command is; the group of FedLoom's own is empty."""
+    if name in OWN:
+        return EntryPoint(name, OWN[name], "")
+    return next((point for point in entries("fedloom.commands") if point.name == name), None)
+
+
+class _Installed(Mapping[str, Any]):
+    """Commands by name, each imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if (point := _point(name)) is None:
+            raise KeyError(name)
+        return _Lazy(point).built()
+
+    def __iter__(self) -> Iterator[str]:
+        others = [point.name for point in entries("fedloom.commands")]
+        return iter(dict.fromkeys((*(name for name in HEADINGS if name in OWN or name in others), *others)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _AllCommands(CommandGroup):
+    """Group of the installed commands."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Installed()  # type: ignore[assignment]  # it is only read
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, without importing the commands."""
+        return list(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> _Lazy | None:
+        """Return a command, or None; its options are not read."""
+        point = _point(cmd_name)
+        return None if point is None else _Lazy(point)
+
+
 app = Commands(
     name="fedloom",
+    cls=_AllCommands,
     help="Personalized federated learning: one experiment file, on one machine or many.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-data_app = Commands(help="Files of data sets, and clients' own data.")
-data_app.command("fetch")(data.fetch_command)
-data_app.command("pack")(pack.pack_command)
-
-COMMANDS: dict[str, dict[str, Any]] = {
-    "Experiments": {
-        "new": new.new_command,
-        "run": run.run_command,
-        "check": check.check_command,
-        "evaluate": runs.evaluate_command,
-        "runs": runs.runs_command,
-        "ui": None,
-        "compare": None,
-        "report": None,
-        "search": None,
-        "audit": None,
-        "reproduce": reproduce.reproduce_command,
-    },
-    "Choices for an experiment": {
-        "datasets": data.datasets_command,
-        "methods": catalogue.methods_command,
-        "models": catalogue.models_command,
-        "schemes": catalogue.schemes_command,
-        "tasks": catalogue.tasks_command,
-        "schema": tools.schema,
-        "privacy": None,
-    },
-    "Data": {"data": data_app, "partition": data.partition_command},
-    "Federations": {
-        "aggregator": run.aggregator_command,
-        "worker": worker.worker,
-        "member": None,
-        "status": status.status_command,
-        "federation": status.federation_command,
-        "token": security.token_command,
-        "certificates": security.certificates_app,
-    },
-    "Models for clients": {"personalize": None, "serve": None, "ledger": None, "register": None},
-    "Clusters": {"cluster": None, "pipeline": None},
-    "This machine": {"doctor": doctor.doctor_command, "device": tools.device_command},
-}
-"""Commands by heading of the help; None for those of optional parts, which entry points provide."""
-
-HEADINGS = {name: heading for heading, names in COMMANDS.items() for name in names}
-
-
-def _add(name: str, command: Any) -> None:
-    heading = HEADINGS.get(name, "Other commands")
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=name, rich_help_panel=heading)
-    else:
-        app.command(name, rich_help_panel=heading)(command)
-
-
-def _add_installed(point: EntryPoint) -> None:
-    """Add a command, or a group of commands, of an optional part; one that cannot be loaded says so when it is used."""
-    try:
-        command = point.load()
-    except Exception as error:
-        reason = missing_part(error) or f"{type(error).__name__}: {error}"
-
-        def command(context: typer.Context) -> NoReturn:
-            raise ExperimentError(f"`fedloom {point.name}` cannot be loaded: {reason}")
-
-        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-        app.command(point.name, hidden=True, context_settings=anything)(command)
-        return
-    _add(point.name, command)
-
-
-_points = {point.name: point for point in entries("fedloom.commands")}
-for _names in COMMANDS.values():
-    for _name, _command in _names.items():
-        if _command is not None:
-            _add(_name, _command)
-        elif _name in _points:
-            _add_installed(_points.pop(_name))
-for _point in _points.values():
-    _add_installed(_point)
 
 
 def _print_version(wanted: bool) -> None:

@@ -174,7 +174,9 @@ def _typer_parameter(each: DeclaredOption) -> inspect.Parameter:
     return inspect.Parameter(each.name, keyword, default=default, annotation=Annotated[kind, option])
 
 
-class _Group(TyperGroup):
+class CommandGroup(TyperGroup):
+    """Group whose help lists the commands under their headings."""
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands under their headings, sorted by name, each with a whole sentence."""
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -192,8 +194,8 @@ class _Group(TyperGroup):
 class Commands(typer.Typer):
     """Group of commands whose paths may begin with ``~``, which a shell leaves in ``--out=~/run``."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(cls=_Group, rich_markup_mode=None, no_args_is_help=True, **settings)
+    def __init__(self, cls: type[CommandGroup] = CommandGroup, **settings: Any) -> None:
+        super().__init__(cls=cls, rich_markup_mode=None, no_args_is_help=True, **settings)
 
     def command(self, *names: Any, **settings: Any) -> Callable[[F], F]:
         """Return a decorator that adds a command."""

@@ -111,7 +111,7 @@ def _time(when: datetime) -> str:
 
 # --- certificates -----------------------------------------------------------------------------------------------------
 
-certificates_app = Commands(
+certificates_command = Commands(
     help="A CA and certificates for TLS trials; production uses an existing CA.",
 )
 
@@ -121,7 +121,7 @@ FOR_TRIALS = (
 )
 
 
-@certificates_app.command("ca")
+@certificates_command.command("ca")
 def _ca(
     out: Annotated[Path, typer.Option(help="Folder for ca.crt and ca.key.", metavar="DIR")] = Path("certificates"),
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650.")] = 365,
@@ -134,7 +134,7 @@ def _ca(
     return _made(made)
 
 
-@certificates_app.command("new")
+@certificates_command.command("new")
 def _new_certificate(
     name: Annotated[str, typer.Argument(help="Name of the member or server.", metavar="NAME")],
     ca: Annotated[Path, typer.Option(help="Folder of the CA.", metavar="DIR")] = Path("certificates"),

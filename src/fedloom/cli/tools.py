@@ -9,7 +9,7 @@ import typer
 from fedloom.cli.results import CommandResult
 
 
-def schema() -> None:
+def schema_command() -> None:
     """Print the JSON schema of experiment files. Editors and other tools use it to complete and check keys."""
     import json
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @with_options()
-def worker(
+def worker_command(
     options: WorkerOptions,
     access: ClientAccess,
     aggregator: Annotated[

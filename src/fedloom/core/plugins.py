@@ -15,14 +15,16 @@ T = TypeVar("T")
 def entries(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points that installed packages register in a group, sorted by name.
 
-    The result is cached per search path: reading the metadata of every installed package takes tens of milliseconds.
+    All are cached per search path: reading the metadata of every installed package takes tens of milliseconds.
     """
-    return _entries(group, tuple(sys.path))
+    return _entries(tuple(sys.path)).get(group, ())
 
 
 @functools.cache
-def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    return tuple(sorted(entry_points(group=group), key=lambda point: point.name))
+def _entries(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    points = entry_points()
+    own = (group for group in points.groups if group.startswith("fedloom."))
+    return {group: tuple(sorted(points.select(group=group), key=lambda point: point.name)) for group in own}
 
 
 def plugins(group: str, kind: type[T]) -> list[T]:

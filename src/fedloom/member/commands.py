@@ -84,7 +84,7 @@ def refuse_command(digest: Digest = None, policy: PolicyPath = None, states: Sta
 
 
 @app.command("schema")
-def schema_command() -> None:
+def policy_schema_command() -> None:
     """Print the JSON schema of policies."""
     import json
 
