@@ -34,6 +34,11 @@ NEEDS = {
 def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = None) -> CommandResult:
     """Check an experiment before its run: errors, data, traffic, privacy, time. Creates no run, and trains no model."""
     settings = None
+
+    def show_others() -> None:
+        for error in others:
+            typer.echo(f"error: {error}", err=True)
+
     try:
         with collection_paused():
             from fedloom import experiment as experiments
@@ -43,25 +48,19 @@ def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = N
         facts = check_experiment(settings, options)
     except FedloomError as first:  # it ends the command, like the run
         others = [] if settings is None else other_errors(settings, options, first)
-
-        def show_others() -> None:
-            for error in others:
-                typer.echo(f"error: {error}", err=True)
-
         return CommandResult({"valid": False}, show_others, [first, *others])
+    return CommandResult(facts, "\n".join(_wrapped(*line) for line in _lines(facts)))
 
-    def show() -> None:
-        for title, text in _lines(facts):
-            lines = textwrap.wrap(text, WIDTH - TITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
-            typer.echo(f"{title:{TITLE_WIDTH}}" + f"\n{'':{TITLE_WIDTH}}".join(lines))
 
-    return CommandResult(facts, show)
+def _wrapped(title: str, text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH - TITLE_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{title:{TITLE_WIDTH}}" + f"\n{'':{TITLE_WIDTH}}".join(lines)
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     from fedloom.reporting.words import human_bytes
 
-    model, told, traffic, privacy = (facts[key] for key in ("model", "disclosure", "communication", "privacy"))
+    model, told, cost = facts["model"], facts["disclosure"], facts["estimate"]
     yield "valid", f"{facts['name']} can run; its folder would be {facts['folder']}."
     yield "data", _data(facts["data"])
     frozen = f" and {model['frozen']:,} frozen values" if model["frozen"] else ""
@@ -69,35 +68,24 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     size = f"{pluralize(model['parameters'], 'parameter')}{frozen}: {human_bytes(model['bytes'])}"
     yield "model", f"{model['name']} has {size}.{passed}"
     yield "method", _method(facts)
-    training = f"in a round {_kinds(told['training'])}; " if told["training"] else ""
+    sent = f"in a round {_kinds(told['training'])}; " if told["training"] else ""
+    sent += f"in an evaluation {_kinds(told['evaluation'])}"
     learned = "only sums over a cohort" if told["only_sums"] else "each client's answer"
-    yield (
-        "told",
-        f"Clients send {training}in an evaluation {_kinds(told['evaluation'])}. The aggregator gets {learned}.",
-    )
-    if traffic is not None:
-        ways = {
-            key: f"{human_bytes(traffic['payload_up'][key])} up and {human_bytes(traffic['payload_down'][key])} down"
-            for key in ("client_round", "round", "total")
-        }
-        costs = (
-            f"A round costs a client {ways['client_round']}, and the aggregator {ways['round']}. All rounds: "
-            f"{ways['total']}."
-        )
-        yield "traffic", costs
-    if privacy is not None:
-        yield "privacy", _privacy(privacy)
+    yield "told", f"Clients send {sent}. The aggregator gets {learned}."
+    if (traffic := facts["communication"]) is not None:
+        up, down = traffic["payload_up"], traffic["payload_down"]
+        client, all_, total = (f"{human_bytes(up[key])} up and {human_bytes(down[key])} down" for key in up)
+        yield "traffic", f"A round costs a client {client}, and the aggregator {all_}. All rounds: {total}."
+    if facts["privacy"] is not None:
+        yield "privacy", _privacy(facts["privacy"])
     if facts["failure"] is not None:
         yield "time", f"There is no estimate, because a first round with one client failed: {facts['failure']}"
-    if (cost := facts["estimate"]) is not None:
+    if cost is not None:
         workers = pluralize(cost["workers"], "worker") if cost["workers"] else "one process"
         total = "Without a limit" if cost["seconds"] is None else _range(*cost["seconds"])
         each = "" if cost["round_seconds"] is None else f"a round {cost['round_seconds']:.2g} s, "
-        text = (
-            f"{total} with {workers} on this machine ({each}an evaluation {cost['evaluation_seconds']:.2g} s). "
-            f"Not counted: {', '.join(cost['leaves_out'])}."
-        )
-        yield "time", text
+        each += f"an evaluation {cost['evaluation_seconds']:.2g} s"
+        yield "time", f"{total} with {workers} on this machine ({each}). Not counted: {', '.join(cost['leaves_out'])}."
         device = f", and {human_bytes(cost['device_bytes'])} of its device" if cost["device_bytes"] else ""
         processes = pluralize(cost["processes"], "process", "processes")
         yield "memory", f"Up to about {human_bytes(cost['process_bytes'])} a process{device}, in {processes}."
@@ -111,8 +99,8 @@ def _data(data: dict[str, Any]) -> str:
             "are not given, so neither they nor traffic and time are checked; add --data DIR, once for each folder. "
             "Without it only `fedloom aggregator` can run the experiment."
         )
-    clients = f"{pluralize(data['seen'], 'client')} of {data['dataset']} train and {data['unseen']:,} are held out"
-    text = f"{clients}; {pluralize(data['classes'], 'class', 'classes')}." if data["classes"] else f"{clients}."
+    text = f"{pluralize(data['seen'], 'client')} of {data['dataset']} train and {data['unseen']:,} are held out"
+    text += f"; {pluralize(data['classes'], 'class', 'classes')}." if data["classes"] else "."
     if examples is not None:
         ends = f"{examples['smallest']:,} to {examples['largest']:,}"
         text += f" A client has {examples['median']:g} training examples (median; from {ends})."
@@ -141,10 +129,11 @@ def _method(facts: dict[str, Any]) -> str:
     states = " Clients keep a state between rounds." if method["keeps_states"] else ""
     if rounds == 0:
         return f"{method['name']} has no rounds, and the clients are evaluated once.{needs}"
+    length = "rounds without a limit"
+    if rounds is not None:
+        length = f"{pluralize(rounds, 'round')} and {pluralize(facts['evaluations'], 'evaluation')}"
     cohort = pluralize(facts["clients_per_round"], "client")
-    evaluations = "" if rounds is None else f" and {pluralize(facts['evaluations'], 'evaluation')}"
-    length = "rounds without a limit" if rounds is None else pluralize(rounds, "round")
-    return f"{method['name']} trains {cohort} a round, in {length}{evaluations}.{states}{needs}"
+    return f"{method['name']} trains {cohort} a round, in {length}.{states}{needs}"
 
 
 def _kinds(counts: dict[str, int]) -> str:

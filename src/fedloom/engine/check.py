@@ -43,38 +43,35 @@ Facts = dict[str, Any]
 
 def check_experiment(experiment: Experiment, options: RunOptions) -> Facts:
     """Return the facts about an experiment that a run would accept (docs/experiment.md); raise the run's error."""
-    e = experiment
-    place = _partition_place(e, options)
+    place = _partition_place(experiment, options)
     if place in UNKNOWN:
-        for part in _parts_of(e, options, with_data=False):
-            part()
-        e = _with_known_noise(e)
-        return _facts(e, options, make_parts(e, _planned_manifest(e)), None, place)
-    engine = Engine(e, options, RunObserver())
+        for check in _checks(experiment, options, place):
+            check()
+        e = _with_known_noise(experiment)
+        return _facts(make_parts(e, _planned_manifest(e)), options, None, place)
+    engine = Engine(experiment, options, RunObserver())
     assert engine.dataset is not None  # only aggregators have none
-    return _facts(engine.experiment, options, engine.parts, engine.dataset, place)
+    return _facts(engine.parts, options, engine.dataset, place)
 
 
 def other_errors(experiment: Experiment, options: RunOptions, first: FedloomError) -> list[FedloomError]:
     """Return the errors beside the run's ``first`` one, of parts that can be checked without each other."""
-    found = [first]
-    for part in _parts_of(experiment, options, with_data=_partition_place(experiment, options) not in UNKNOWN):
+    found = {str(first): first}
+    for check in _checks(experiment, options, _partition_place(experiment, options)):
         try:
-            part()
+            check()
         except FedloomError as error:
-            if str(error) not in map(str, found):
-                found.append(error)
-    return found[1:]
+            found.setdefault(str(error), error)
+    return list(found.values())[1:]
 
 
-def _parts_of(e: Experiment, options: RunOptions, *, with_data: bool) -> list[Callable[[], object]]:
+def _checks(e: Experiment, options: RunOptions, place: str) -> list[Callable[[], object]]:
     """Return the checks of an engine that do not depend on each other, in its order."""
-    data = [partial(run_dataset, e, options)] if with_data else []
     return [
         partial(trackers_of, e),
         partial(check_folder, run_folder(e, options), e, options.resume),
         partial(use_device, e.runtime.device, e.runtime.threads),
-        *data,
+        *([] if place in UNKNOWN else [partial(run_dataset, e, options)]),
         partial(_with_known_noise, e),
         lambda: make_parts(e, _planned_manifest(e)),
     ]
@@ -125,17 +122,17 @@ def _with_known_noise(e: Experiment) -> Experiment:
     return with_noise(e, None) if known else e
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------
-
-
-def _facts(
-    e: Experiment, options: RunOptions, parts: RunContext, dataset: FederatedDataset | None, place: str
-) -> Facts:
+def _facts(parts: RunContext, options: RunOptions, dataset: FederatedDataset | None, place: str) -> Facts:
+    e, manifest, model = parts.experiment, parts.manifest, parts.setup.model
     answers, measures = of_experiment(e, parts)
-    layout, federation, rounds, manifest = parts.setup.model.layout, e.federation, e.federation.rounds, parts.manifest
+    federation, rounds, evaluations = e.federation, e.federation.rounds, None
+    if rounds is not None:  # before training, after every so many rounds, and at the end
+        evaluations = 1 + rounds // e.evaluation.every + bool(rounds % e.evaluation.every)
+    layout, is_given = model.layout, place != "not given"
     buffers = sum(size for (name, _), size in zip(layout.entries, layout.sizes, strict=True) if name in layout.buffers)
     costs, failure = (None, None) if dataset is None else _costs(parts, dataset)
     sizes = [] if dataset is None else sorted(entry.train for entry in manifest.clients)
+    examples = {"median": statistics.median(sizes), "smallest": sizes[0], "largest": sizes[-1]} if sizes else None
     return {
         "valid": True,
         "name": e.name,
@@ -143,17 +140,15 @@ def _facts(
         "data": {
             "dataset": manifest.dataset,
             "partition": place,
-            "seen": None if place == "not given" else len(manifest.roster),
-            "unseen": None if place == "not given" else len(manifest.unseen),
-            "train_examples": {"median": statistics.median(sizes), "smallest": sizes[0], "largest": sizes[-1]}
-            if sizes
-            else None,
+            "seen": len(manifest.roster) if is_given else None,
+            "unseen": len(manifest.unseen) if is_given else None,
+            "train_examples": examples,
             "classes": manifest.spec.classes,
         },
         "model": {
             "name": e.model.name,
             "parameters": layout.size - buffers,
-            "frozen": sum(tensor.numel() for tensor in parts.setup.model.constants.values()),
+            "frozen": sum(tensor.numel() for tensor in model.constants.values()),
             "bytes": layout.size * parts.setup.dtype.itemsize,
         },
         "method": {
@@ -168,10 +163,10 @@ def _facts(
         },
         "rounds": rounds,
         "clients_per_round": federation.clients_per_round if rounds != 0 else 0,
-        "evaluations": _evaluations(e),
+        "evaluations": evaluations,
         "communication": None if costs is None or not costs.rounds else _communication(rounds, costs.rounds),
         "privacy": _privacy(e, None if dataset is None else manifest),
-        "estimate": None if costs is None else _estimate(e, manifest, costs),
+        "estimate": None if costs is None else _estimate(e, manifest, costs, evaluations),
         "failure": failure,
     }
 
@@ -194,12 +189,6 @@ def _by_quantity(tensors: Sequence[DisclosedTensor]) -> dict[str, int]:
     for tensor in tensors:
         counts[tensor.quantity.replace("_", " ")] += tensor.numbers or 0
     return dict(counts)
-
-
-def _evaluations(e: Experiment) -> int | None:
-    """Return the number of evaluations: before training, after every so many rounds, and at the end."""
-    rounds, every = e.federation.rounds, e.evaluation.every
-    return None if rounds is None else 1 + rounds // every + bool(rounds % every)
 
 
 def _communication(rounds: int | None, measured: Sequence[RoundCost]) -> Facts:
@@ -225,18 +214,18 @@ def _privacy(e: Experiment, manifest: Manifest | None) -> Facts | None:
     return {**facts, "epsilon": epsilon}
 
 
-def _estimate(e: Experiment, manifest: Manifest, costs: MeasuredCosts) -> Facts:
-    workers, rounds, clients, evaluations = e.runtime.workers, e.federation.rounds, manifest.clients, _evaluations(e)
-    cores = usable_cores()
-    at_once = max(1, min(workers, cores // e.runtime.threads))
+def _estimate(e: Experiment, manifest: Manifest, costs: MeasuredCosts, evaluations: int | None) -> Facts:
+    workers, clients = e.runtime.workers, manifest.clients
+    at_once = max(1, min(workers, usable_cores() // e.runtime.threads))
     each = [cost.server_s + cost.client_s * cost.clients / min(at_once, cost.clients or 1) for cost in costs.rounds]
     evaluation = costs.evaluation_s * len(clients) / min(at_once, len(clients))
-    total = None
-    if rounds is not None and evaluations is not None:
+    seconds = None
+    if e.federation.rounds is not None and evaluations is not None:
         own_steps = len(e.evaluation.own_steps or ()) * len(manifest.unseen) / len(clients)
-        total = (evaluations + own_steps) * evaluation + (each[0] + (rounds - 1) * each[-1] if each else 0)
+        rounds = each[0] + (e.federation.rounds - 1) * each[-1] if each else 0
+        seconds = [factor * ((evaluations + own_steps) * evaluation + rounds) for factor in SPREAD]
     return {
-        "seconds": None if total is None else [factor * total for factor in SPREAD],
+        "seconds": seconds,
         "round_seconds": each[-1] if each else None,
         "evaluation_seconds": evaluation,
         "workers": workers,

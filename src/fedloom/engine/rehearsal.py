@@ -58,7 +58,8 @@ class MeasuredCosts(NamedTuple):
 class MeasuredAlgorithm(ClientAlgorithm):
     """Client algorithm that computes the answers of one group in each conversation; other groups repeat them.
 
-    It is the group's ``Progress``, which measures its steps, and ends a training that takes too long.
+    It is the group's ``Progress``, which measures its steps, and ends a training that takes too long; the steps that
+    were not made would have taken ``skipped_s`` seconds.
     """
 
     def __init__(self, inner: ClientAlgorithm) -> None:
@@ -70,13 +71,8 @@ class MeasuredAlgorithm(ClientAlgorithm):
 
     def restart(self) -> None:
         """Forget all answers and times."""
-        self.measured_s, self.at_once, self.clients, self.skipped = 0.0, 1, 0, 0
+        self.measured_s, self.skipped_s, self.at_once, self.clients = 0.0, 0.0, 1, 0
         self._step_s, self._lost, self._answers = list[float](), dict[int, str](), dict[type[Message], list[Message]]()
-
-    @property
-    def skipped_s(self) -> float:
-        """Seconds of the steps that were not made."""
-        return self.skipped * statistics.median(self._step_s) if self.skipped else 0.0
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the conversation that this message opens."""
@@ -114,32 +110,31 @@ class MeasuredAlgorithm(ClientAlgorithm):
         return None
 
     def is_due(self, *, finished: bool = False) -> bool:
-        """Note the time of a step; nothing is saved."""
-        if not finished:
-            self._step_s.append(time.perf_counter() - self._last)
-            self._last = time.perf_counter()
+        """Return False: nothing is saved."""
         return False
 
     def save(self, training: int, state: Mapping[str, Tensor]) -> None:
         """Save nothing."""
 
     def ends(self, rest: Iterator[object]) -> bool:
-        """Return whether the training has taken long enough; count the steps that are left."""
-        is_enough = time.perf_counter() - self._started >= TRAINING_S
-        self.skipped += sum(1 for _ in rest) if is_enough else 0
+        """Note the time of a step; return whether the training has taken long enough, and add the steps left."""
+        now = time.perf_counter()
+        self._step_s.append(now - self._last)
+        self._last, is_enough = now, now - self._started >= TRAINING_S
+        self.skipped_s += sum(1 for _ in rest) * statistics.median(self._step_s) if is_enough else 0
         return is_enough
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rehearsed(RunContext):
     """Parts of a run whose clients all have the data of one of them."""
 
-    typical: str = ""
-    measured: MeasuredAlgorithm | None = None
+    typical: str
+    measured: MeasuredAlgorithm
 
     def client_algorithm(self) -> ClientAlgorithm:
         """Return the client algorithm that measures."""
-        return self.measured or super().client_algorithm()
+        return self.measured
 
     def examples_of(self, dataset: FederatedDataset) -> Callable[[str], ClientData]:
         """Return a function of a client's id that returns the typical client's data."""
@@ -161,14 +156,11 @@ def rehearse(parts: RunContext, dataset: FederatedDataset) -> MeasuredCosts:
         privacy = privacy.model_copy(update={"sampling": "fixed"})
     # The clients that repeat answers keep no states.
     federation = e.federation.model_copy(update={"lost_state": "afresh", "attempts": 1, "privacy": privacy})
+    e = e.model_copy(update={"federation": federation})
     alike = tuple(dataclasses.replace(typical, id=entry.id, seen=entry.seen) for entry in entries)
-    given = {field.name: getattr(parts, field.name) for field in dataclasses.fields(RunContext)}
-    given |= {
-        "experiment": e.model_copy(update={"federation": federation}),
-        "manifest": dataclasses.replace(parts.manifest, clients=alike),
-    }
     measured = MeasuredAlgorithm(parts.client_algorithm())
-    rehearsed = _Rehearsed(**given, typical=typical.id, measured=measured)
+    changed = {"experiment": e, "manifest": dataclasses.replace(parts.manifest, clients=alike)}
+    rehearsed = _Rehearsed(**vars(parts) | changed, typical=typical.id, measured=measured)
     device = use_device(e.runtime.device, e.runtime.threads)
     with TemporaryDirectory(prefix="fedloom-check-") as temporary:
         folder = RunFolder(Path(temporary))
