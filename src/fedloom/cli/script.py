@@ -72,6 +72,7 @@ fedloom compare runs/fedavg runs/local
 
 A script writes `data.npz`, if it is needed, from its data set before any transform; images are uint8
 `[n, channels, height, width]`: `x, y = zip(*dataset); numpy.savez("data.npz", x=numpy.stack(x), y=numpy.stack(y))`.
+Another array, such as `owner=`, can name each example's client.
 
 **Taken over**
 
@@ -342,7 +343,8 @@ class Conversion(Script):
             self._leave(None, f"set {key}")
         if federated:
             self.data["held_out_fraction"], self.experiment["federation"]["clients_per_round"] = 0, 10
-        owner = "data.source.client" if "source" in self.data else "data.partition"
+        natural = "data.source.client (their column), with data.partition: {scheme: natural}"
+        owner = natural if "source" in self.data else "data.partition"
         self._leave(None, f"choose the clients in {owner}; they are ten equal parts of the data")
         for call in self.calls("SGD", "Adam", "AdamW")[1:]:
             self._leave(call, "one optimizer trains all parameters; this one is left out")
