@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 TORCH ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-cluster test-all lint style format protos docs site bench faults cuda clean images kind-up kind-test kind-down
+.PHONY: help setup run test test-cluster test-all lint style format protos docs notebooks site bench faults cuda clean images kind-up kind-test kind-down
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -93,6 +93,9 @@ docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_reference.py
 	@$(BIN)/python docs/generate_notebooks.py
 	@$(BIN)/fedloom pipeline compile --out pipelines
+
+notebooks: setup ## run the cells of the tutorials again, and write their outputs into the notebooks: minutes
+	@$(BIN)/python docs/generate_notebooks.py --run
 
 site: setup ## build the documentation as a site, in build/site; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -13,6 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = runpy.run_path(str(ROOT / "docs" / "generate_notebooks.py"))
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 """An inline link with a path: what is before the path, the path, and what follows it."""
 
@@ -40,8 +43,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Make links between docs/ and the rest of the repository lead to where the site has the files."""
+    """Make links between docs/ and the rest of the repository lead to where the site has the files; show results."""
     uri = page.file.src_uri
+    notebook = ROOT / "docs" / uri.replace(".md", ".ipynb")
+    if notebook.exists() and uri.endswith(".md"):
+        markdown = _with_results(markdown, notebook)
     source = (
         "README.md" if uri == "index.md" else uri.removeprefix("repository/") if _is_outside(uri) else f"docs/{uri}"
     )
@@ -53,6 +59,33 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"{link[1]}{os.path.relpath(_place(target), PurePosixPath(uri).parent)}{link[3]}"
 
     return LINK.sub(moved, markdown)
+
+
+def _with_results(markdown: str, notebook: Path) -> str:
+    """Return a tutorial with the outputs of its notebook's cells below them, if it does not show them itself.
+
+    Links to the notebook download it.
+    """
+    outputs = NOTEBOOKS["outputs_of"](json.loads(notebook.read_text(encoding="utf-8")))
+
+    def shown(block: re.Match[str]) -> str:
+        is_shown = block[1] or markdown[block.end() :].startswith("\n```\n")
+        results = [] if is_shown else map(_result, outputs[block[2].strip("\n")])
+        return "\n".join([block[0], *results])
+
+    download = f'({notebook.name}){{ download="{notebook.name}" }}'
+    return NOTEBOOKS["BLOCK"].sub(shown, markdown).replace(f"({notebook.name})", download)
+
+
+def _result(output: dict[str, Any]) -> str:
+    """Return an output as Markdown: a figure, a table or text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<p><img alt="figure" src="data:image/png;base64,{"".join(data["image/png"].split())}"></p>\n'
+    if table := re.search("<table.*</table>", "".join(data.get("text/html", ())), re.DOTALL):
+        return f"<div>{''.join(line.strip() for line in table[0].splitlines())}</div>\n"
+    text = "".join(output.get("text") or data["text/plain"]).rstrip("\n")
+    return f"```text\n{text}\n```\n"
 
 
 def _is_outside(uri: str) -> bool:

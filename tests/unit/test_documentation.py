@@ -98,11 +98,44 @@ def test_python_names_on_the_pages_exist() -> None:
     assert missing == []
 
 
-def test_the_notebooks_match_their_pages() -> None:
-    made = runpy.run_path(str(DOCS / "generate_notebooks.py"))
-    for name in made["PAGES"]:
-        page, found = ((DOCS / "tutorials" / f"{name}.{end}").read_text(encoding="utf-8") for end in ("md", "ipynb"))
-        assert found == made["notebook"](page), "make docs"
+@pytest.fixture(scope="module")
+def notebooks() -> dict[str, Any]:
+    """Return the functions that write the tutorials' notebooks."""
+    return runpy.run_path(str(DOCS / "generate_notebooks.py"))
+
+
+def prints(source: str) -> bool:
+    """Return whether a cell prints, or ends with a value that is not the result of a call for its effect."""
+    tree = [node for node in ast.parse(source).body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    calls = [node.func for top in tree for node in ast.walk(top) if isinstance(node, ast.Call)]
+    is_value = isinstance(tree[-1], ast.Expr) and not isinstance(tree[-1].value, ast.Call)
+    return is_value or any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
+
+
+def test_the_notebooks_match_their_pages(notebooks: dict[str, Any]) -> None:
+    for name in notebooks["PAGES"]:
+        page, text = ((DOCS / "tutorials" / f"{name}.{end}").read_text(encoding="utf-8") for end in ("md", "ipynb"))
+        outputs = notebooks["outputs_of"](json.loads(text))
+        assert text == notebooks["as_text"](notebooks["notebook"](page, outputs)), "make docs"
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        assert [cell["source"] for cell in cells if "".join(cell["source"]) not in outputs] == [], "make notebooks"
+        silent = [source for source, found in outputs.items() if not found and not source.startswith("%%")]
+        assert [source for source in silent if prints(source)] == [], "make notebooks"
+        assert not re.search(r"/tmp/|/home/|/root/|0x[0-9a-f]{8}", json.dumps(list(outputs.values())))
+        assert len(text) < 200_000
+
+
+def test_results_on_the_pages_are_those_of_the_notebooks(notebooks: dict[str, Any]) -> None:
+    compared = 0
+    for name in notebooks["PAGES"]:
+        page, text = ((DOCS / "tutorials" / f"{name}.{end}").read_text(encoding="utf-8") for end in ("md", "ipynb"))
+        outputs = notebooks["outputs_of"](json.loads(text))
+        for block in notebooks["BLOCK"].finditer(page):
+            if result := re.match(r"\n```\n(.*?)^```$", page[block.end() :], re.DOTALL | re.MULTILINE):
+                lines = (line for output in outputs[block[2].strip("\n")] for line in output.get("text", ()))
+                assert result[1] == "".join(lines), "copy the notebook's output"
+                compared += 1
+    assert compared >= 4
 
 
 @pytest.mark.parametrize("page", ["how-to.md", "troubleshooting.md"])
