@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from facts import tells
 from s3_support import S3Server
@@ -99,13 +100,15 @@ def test_a_run_without_a_report_logs_nothing_about_it(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = experiment(), tmp_path / "run"
-    command(path, out=out).print(as_json=False)
+    with pytest.raises(typer.Exit):
+        command(path, out=out).print(as_json=False)
     assert not (out / "report.html").exists()
     assert not (out / "figures").exists()
     assert "report:" not in capsys.readouterr().out
     command(path, out=out, resume=True)
     assert not (out / "report.html").exists()
-    run(path, out=out, resume=True).print(as_json=False)  # a finished run gets its missing files
+    with pytest.raises(typer.Exit):
+        run(path, out=out, resume=True).print(as_json=False)  # a finished run gets its missing files
     assert (out / "report.html").exists()
     assert f"report: {out}" in capsys.readouterr().out
 
