@@ -301,8 +301,8 @@ class Assembler:
 
     @property
     def is_whole(self) -> bool:
-        """True if the rows are adjacent in memory, so that :meth:`message` has all of them."""
-        return all(len(pieces) == 1 for pieces in self._storage)
+        """True if there are fields, and their rows are adjacent in memory, so that :meth:`message` has all rows."""
+        return bool(self.specs) and all(len(pieces) == 1 for pieces in self._storage)
 
     def forget(self, row: int) -> None:
         """Store the rest of a row in separate memory, because its memory may now hold another answer."""
@@ -334,7 +334,7 @@ class Assembler:
 
 
 def _row(spec: TensorSpec, pieces: list[Tensor | bytearray], row: int) -> Tensor | bytearray:
-    """Return the memory of a row of a tensor; a broadcast has the same for each."""
+    """Return the memory of a row of a tensor; a broadcast comes with a single row."""
     if len(pieces) > 1 or not spec.per_client:
         return pieces[row]
     size = len(pieces[0]) // spec.shape[0]
