@@ -34,11 +34,6 @@ NEEDS = {
 def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = None) -> CommandResult:
     """Check an experiment before its run: errors, data, traffic, privacy, time. Creates no run, and trains no model."""
     settings = None
-
-    def show_others() -> None:
-        for error in others:
-            typer.echo(f"error: {error}", err=True)
-
     try:
         with collection_paused():
             from fedloom import experiment as experiments
@@ -48,6 +43,11 @@ def check_command(experiment: ExperimentFile, options: RunOptions, set_: Set = N
         facts = check_experiment(settings, options)
     except FedloomError as first:  # it ends the command, like the run
         others = [] if settings is None else other_errors(settings, options, first)
+
+        def show_others() -> None:
+            for error in others:
+                typer.echo(f"error: {error}", err=True)
+
         return CommandResult({"valid": False}, show_others, [first, *others])
     return CommandResult(facts, "\n".join(_wrapped(*line) for line in _lines(facts)))
 

@@ -56,16 +56,16 @@ HEADINGS = {name: heading for heading, _, _, name in _PLACES}
 OWN = {name: f"fedloom.cli.{module}:{name}_command" for _, module, _, name in _PLACES if module}
 
 
-class _Lazy(TyperCommand):
+class _LazyCommand(TyperCommand):
     """Command, or group of commands, whose options are read when it is used; the help needs only its first sentence."""
 
     def __init__(self, point: EntryPoint) -> None:
-        self._function, settings = _imported(point)
+        self._function, settings = _import(point)
         is_group = isinstance(self._function, typer.Typer)
         text = self._function.info.help if is_group else inspect.getdoc(self._function)
         super().__init__(point.name, help=text, rich_help_panel=HEADINGS.get(point.name, "Other commands"), **settings)
 
-    def built(self) -> Any:
+    def build(self) -> Any:
         """Return the command with its options."""
         if isinstance(self._function, typer.Typer):
             return typer.main.get_group(self._function)
@@ -75,10 +75,10 @@ class _Lazy(TyperCommand):
 
     def make_context(self, *args: Any, **settings: Any) -> Any:
         """Return the context of the command with its options."""
-        return self.built().make_context(*args, **settings)
+        return self.build().make_context(*args, **settings)
 
 
-def _imported(point: EntryPoint) -> tuple[Any, dict[str, Any]]:
+def _import(point: EntryPoint) -> tuple[Any, dict[str, Any]]:
     """Return a command and its settings; one of another part that cannot be loaded says so when it is used."""
     try:
         return point.load(), {}
@@ -93,20 +93,20 @@ def _imported(point: EntryPoint) -> tuple[Any, dict[str, Any]]:
     return command, {"hidden": True, "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True}}
 
 
-def _point(name: str) -> EntryPoint | None:
-    """Return where a command is; the group of FedLoom's own is empty."""
+def _entry_point(name: str) -> EntryPoint | None:
+    """Return the entry point of a command, or None; FedLoom's own have an empty group."""
     if name in OWN:
         return EntryPoint(name, OWN[name], "")
     return next((point for point in entries("fedloom.commands") if point.name == name), None)
 
 
-class _Installed(Mapping[str, Any]):
+class _CommandsByName(Mapping[str, Any]):
     """Commands by name, each imported when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
-        if (point := _point(name)) is None:
+        if (point := _entry_point(name)) is None:
             raise KeyError(name)
-        return _Lazy(point).built()
+        return _LazyCommand(point).build()
 
     def __iter__(self) -> Iterator[str]:
         others = [point.name for point in entries("fedloom.commands")]
@@ -121,16 +121,16 @@ class _AllCommands(CommandGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Installed()  # type: ignore[assignment]  # it is only read
+        self.commands = _CommandsByName()  # type: ignore[assignment]  # it is only read
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names, without importing the commands."""
         return list(self.commands)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> _Lazy | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> _LazyCommand | None:
         """Return a command, or None; its options are not read."""
-        point = _point(cmd_name)
-        return None if point is None else _Lazy(point)
+        point = _entry_point(cmd_name)
+        return None if point is None else _LazyCommand(point)
 
 
 app = Commands(

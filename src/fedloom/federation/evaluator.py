@@ -112,6 +112,7 @@ class Evaluator:
         )
         self._sums_metrics = pair.summation is not None and pair.summation.covers(SummedMetrics)
         self._scaled = () if pair.summation is None else pair.summation.scaled
+        self._rates = learning_rates(self.server.settings)
         self._durable: tuple[int, Best | None] | None = None
 
     @property
@@ -260,9 +261,7 @@ class Evaluator:
             validation, test = self._held_out[client]
             return implausible(answer, self.plan, validation=validation, test=test)
         bounds = self.server.answer_bounds(self._sizes[client])
-        if out_of_range(answer, bounds, scaled=self._scaled) is None:
-            return None
-        return out_of_range(answer, bounds, learning_rates(self.server.settings), scaled=self._scaled)
+        return out_of_range(answer, bounds, self._rates, scaled=self._scaled)
 
     def _noisy_steps(self, client: str, purpose: str) -> Mapping[Release, int]:
         """Return the releases of a client's noisy steps; clients that train make such steps only in rounds."""

@@ -104,7 +104,7 @@ class Sheet(Figure):
 
     def _repr_png_(self) -> bytes:
         image = BytesIO()
-        self.savefig(image, format="png", dpi=120, facecolor="white", metadata={"Software": None})
+        self.savefig(image, format="png", dpi=120, facecolor="white", metadata={"Software": None})  # no version
         return image.getvalue()
 
 
