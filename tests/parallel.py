@@ -1,9 +1,10 @@
-"""Run tests in several processes, which are forks of the one that collected them: ``pytest --processes 4``.
+"""Run tests in several processes, forked from the one that collected them: ``pytest --processes 4``.
 
-Importing torch and collecting ten thousand tests takes longer than running half of them. pytest-xdist does both again
-in each of its workers; forks share the result, and its memory.
+Importing torch and collecting ten thousand tests takes longer than running half of them. Each worker of pytest-xdist
+repeats both; forks share the result, and its memory.
 
-A process requests work whenever it runs its last test: all tests with the same ``pytest.mark.group``, or one test.
+A process requests more work when it starts its last test. A unit of work is all tests with the same
+``pytest.mark.group``, or a single test.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def units_of_work(items: Sequence[pytest.Item]) -> list[list[int]]:
-    """Return the indices of tests that run in one process, the longest work first."""
+    """Return units of work as indices of tests, the longest first."""
     units: dict[str, list[int]] = {}
     for i, item in enumerate(items):
         mark = item.get_closest_marker("group")
@@ -51,22 +52,22 @@ def units_of_work(items: Sequence[pytest.Item]) -> list[list[int]]:
 
 
 def _weight(item: pytest.Item) -> int:
-    """Return a guess at how long a test takes, so that short ones are left for the end."""
+    """Return a rough estimate of the duration of a test, so that short ones come last."""
     return 20 if any(item.get_closest_marker(name) for name in ("slow", "exhaustive", "cluster")) else 1
 
 
 @dataclass
 class Worker:
-    """Process that runs tests.
+    """Worker process.
 
     Attributes
     ----------
     pid
         Its process id.
     running
-        Index of the test that it runs.
+        Index of its current test.
     assigned
-        Indices of the tests that it has been sent and has not started.
+        Indices of the tests that were sent to it and that it has not started.
     """
 
     pid: int
@@ -75,7 +76,7 @@ class Worker:
 
 
 class Controller:
-    """Distributes the tests of a session, and reports what its workers tell."""
+    """Distributes a session's tests to workers, and reports the results."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
@@ -84,7 +85,7 @@ class Controller:
         self._started = 0
 
     def run(self, processes: int) -> None:
-        """Run all tests; on a failure that ends the session, interrupt what still runs."""
+        """Run all tests; interrupt the workers if the session ends early."""
         config = self._session.config
         if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:
             terminal.showfspath = False  # tests of different files alternate
@@ -105,12 +106,12 @@ class Controller:
         finally:
             for channel, worker in self._workers.items():
                 channel.close()
-                os.kill(worker.pid, signal.SIGINT)  # it ends its fixtures, and itself
+                os.kill(worker.pid, signal.SIGINT)  # it tears down its fixtures and exits
             for worker in self._workers.values():
                 os.waitpid(worker.pid, 0)
 
     def _start(self, first: Sequence[int] = ()) -> None:
-        """Fork a process, for these tests first."""
+        """Fork a worker, which runs these tests first."""
         ours, its = Pipe()
         self._started += 1
         sys.stdout.flush()
@@ -125,7 +126,7 @@ class Controller:
 
     def _send(self, channel: Connection, unit: Sequence[int]) -> None:
         self._workers[channel].assigned.extend(unit)
-        with contextlib.suppress(BrokenPipeError):  # it has ended since, as the next message tells
+        with contextlib.suppress(BrokenPipeError):  # it has ended; the next message says so
             channel.send(unit)
 
     def _receive(self, channel: Connection) -> None:
@@ -149,14 +150,16 @@ class Controller:
             hook.pytest_warning_recorded.call_historic(kwargs=content)
 
     def _end(self, channel: Connection) -> None:
-        """Reap a process; if it had tests left, fail the one that ended it and start another for the rest."""
+        """Reap a worker; if it had tests left, fail its current one and start another worker for the rest."""
         worker = self._workers.pop(channel)
         channel.close()
         code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
-        if worker.running is None and not worker.assigned and code == 0:
+        ended = f"signal {-code}" if code < 0 else f"code {code}"
+        if worker.running is None and not worker.assigned:
+            if code:
+                raise RuntimeError(f"a process ended with {ended} after its last test")
             return
-        index = worker.running if worker.running is not None else worker.assigned.popleft()
-        item, ended = self._session.items[index], f"signal {-code}" if code < 0 else f"code {code}"
+        item = self._session.items[worker.assigned.popleft() if worker.running is None else worker.running]
         why = f"the process of this test ended with {ended}"
         report = pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")
         item.ihook.pytest_runtest_logreport(report=report)
@@ -166,7 +169,7 @@ class Controller:
 
 
 class Relay:
-    """Sends the controller what would be reported here."""
+    """Plugin of a worker that sends reports to the controller."""
 
     def __init__(self, config: pytest.Config, channel: Connection) -> None:
         self._config = config
@@ -187,18 +190,18 @@ class Relay:
     ) -> None:
         """Send a warning; the controller has those that pytest repeats when this object is registered."""
         if self.registered:
-            told = warnings.WarningMessage(
+            copy = warnings.WarningMessage(
                 str(warning_message.message), warning_message.category, warning_message.filename, warning_message.lineno
-            )  # without the objects that it is about, which cannot be sent
-            content = {"warning_message": told, "when": when, "nodeid": nodeid, "location": location}
+            )  # without the objects that caused it, which cannot be sent
+            content = {"warning_message": copy, "when": when, "nodeid": nodeid, "location": location}
             self._channel.send(("warning", content))
 
 
 def _work(session: pytest.Session, channel: Connection, number: int) -> NoReturn:
-    """Run tests until there are no more, and end this process."""
+    """Run the tests that the controller sends, then exit."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background start without one
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
         config = session.config
         config.pluginmanager.unregister(name="terminalreporter")
         config.pluginmanager.register(relay := Relay(config, channel))

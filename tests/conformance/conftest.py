@@ -45,10 +45,10 @@ IN_TURN = {
         "test_placement_of_clients_does_not_change_results",
     ),
 }
-"""Faults that concern what methods share, for plain rounds and for secure sums: each method takes one of them in turn,
-and those in ``ALL_FAULTS`` take all."""
+"""Tests of faults in code that all methods share, by fixture. They are distributed over the methods, one to each;
+those in ``ALL_FAULTS`` run all."""
 
-DEAR = {
+FIRST_TIER = {
     "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round": "scaffold",
     "test_losing_a_client_of_a_batch_keeps_the_others": "comfedl",
     "test_placement_of_clients_does_not_change_results": "fedavg",
@@ -60,13 +60,13 @@ DEAR = {
 }
 """Method with which `make test` runs each slow test of secure sums."""
 
-DEAREST = {
+SECOND_TIER = {
     "test_losing_any_client_at_any_exchange_and_replaying_it",
     "test_a_worker_killed_at_a_step_is_restarted",
     "test_an_aggregator_killed_during_a_secure_sum_is_resumed",
     "test_resuming_after_a_kill_at_any_exchange",
 }
-"""Tests that `make test` leaves to `make test-all`: each kills or loses at every exchange."""
+"""Tests that only `make test-all` runs: each kills or loses at every exchange."""
 
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
@@ -79,7 +79,7 @@ The others share these parts; of them `make test` runs what is in ``OWN``, and `
 """
 
 ALL_FAULTS = {"method": (*WHOLE, "pefll"), "trained": (*WHOLE, "pefll"), "summed": BY_NAME}
-"""Methods that take every fault (``IN_TURN``)."""
+"""Methods that run every test in ``IN_TURN``."""
 
 OWN = (
     "test_clients_not_seen_in_training_get_predictors",
@@ -112,10 +112,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = {"method": names, "trained": trained, "thorough": thorough, "sampled": sampled, "summed": summed}
     own = chosen is not None or metafunc.function.__name__ in OWN
 
-    some = () if metafunc.function.__name__ in DEAREST else WHOLE
+    some = () if metafunc.function.__name__ in SECOND_TIER else WHOLE
     if "summed" in metafunc.fixturenames:
         name = metafunc.function.__name__
-        some = () if name in DEAREST else (DEAR[name],) if name in DEAR else BY_NAME
+        some = () if name in SECOND_TIER else (FIRST_TIER[name],) if name in FIRST_TIER else BY_NAME
 
     def param(name: str) -> Any:
         first_tier = own or name in some

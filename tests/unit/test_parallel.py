@@ -104,6 +104,17 @@ def test_the_first_failure_ends_the_run_on_request(tmp_path: Path, job: bool) ->
     assert (tmp_path / "undone").exists() or "test_waits" not in json.dumps(outcomes(tmp_path))
 
 
+def test_a_process_that_dies_at_its_end_fails_the_run(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import atexit, os, pytest\n"
+        "@pytest.mark.parametrize('i', range(4))\n"
+        "def test_some(i): atexit.register(os._exit, 7)\n"
+    )
+    done = run(tmp_path, "--processes", "2")
+    assert done.returncode == pytest.ExitCode.INTERNAL_ERROR
+    assert "ended with code 7 after its last test" in done.stdout
+
+
 def test_errors_of_the_collection_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "test_other.py").write_text("def test(): pass\n")
