@@ -228,9 +228,9 @@ def test_a_first_round_that_fails_is_told(fedloom: Fedloom, tmp_path: Path) -> N
 
 
 def test_long_training_is_cut_short_and_counted(fedloom: Fedloom, tmp_path: Path) -> None:
-    long = {**FEDAVG, "local": {"steps": 100_000, "batch_size": 8, "lr": 0.01}}
+    long = {**FEDAVG, "local": {"steps": 10_000_000, "batch_size": 8, "lr": 0.01}}
     facts = facts_of(fedloom, written(tmp_path, algorithm=long))
-    steps = 3 * 100_000  # of a round; a step takes far more than 10 microseconds
+    steps = 3 * 10_000_000  # of a round, which are not drawn; a step takes far more than 10 microseconds
     assert facts["estimate"]["round_seconds"] > steps * 1e-5
     assert facts["communication"]["payload_up"]["total"] > 0
 

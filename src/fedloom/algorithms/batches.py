@@ -264,9 +264,11 @@ class TrainBatches:
             batches = self.batches(size, each, purpose, totals, shrinking=shrinking, skip=skip)
             return zip(*[batches] * n, strict=True) if several else ((batch,) for batch in batches)
 
-        return draw(0) if state is None else self.continued(draw, state)
+        return draw(0) if state is None else self.continued(draw, state, counts)
 
-    def continued(self, draw: Callable[[int], Iterator[_Drawn]], state: LoopState) -> Iterator[_Drawn]:
+    def continued(
+        self, draw: Callable[[int], Iterator[_Drawn]], state: LoopState, counts: Sequence[int]
+    ) -> Iterator[_Drawn]:
         """Yield the batches of the steps that a local training has not made, from ``draw(steps made)``.
 
         If the group has :attr:`~ClientGroup.progress`, the training continues from its last save, and is saved between
@@ -287,14 +289,13 @@ class TrainBatches:
                 kept = {**state.read(finished=finished), **self.group.draws(), "done": torch.tensor(done)}
                 progress.save(training, kept | {name: made.get_state() for name, made in self._augmenting.items()})
 
-        draws = draw(done)
-        for drawn in draws:
+        for drawn in draw(done):
             self._saved = {}
             yield drawn
             del drawn  # the next batch takes as much memory
             done += 1
             keep(finished=False)
-            if progress is not None and progress.ends(draws):
+            if progress is not None and progress.ends(max(counts) - done):
                 break
         keep(finished=True)
         self._saved = {}

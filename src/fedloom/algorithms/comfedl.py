@@ -227,7 +227,11 @@ def compositional_sgd(
     )
     losses: list[Tensor] = []
     state = LoopState(w, tensors=[failed_step, left_loss], histories=[losses], optimizers=[step])
-    for batch, outer in local.continued(lambda t: paired_batches(local, s, counts, "train", "outer", skip=t), state):
+
+    def draw(skip: int) -> Iterator[tuple[Batch, Batch]]:
+        return paired_batches(local, s, counts, "train", "outer", skip=skip)
+
+    for batch, outer in local.continued(draw, state, counts):
         loss = compose_loss(local, s, w, [batch], [outer])  # lines 9-11
         slope = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
         loss = loss.detach()

@@ -140,7 +140,7 @@ class PerFedAvg(FedAvg):
             return zip(*batches, strict=True)
 
         state = LoopState(w, histories=[losses], optimizers=[step])
-        for outer, inner, *third in local.continued(draw, state):
+        for outer, inner, *third in local.continued(draw, state, counts):
             gradients, loss = meta_gradient(local, local.first(w, local.going(outer)), s, inner, outer, *third)
             losses.append(local.padded(loss))
             step(gradients, None)  # line 7

@@ -172,7 +172,7 @@ class PFedBayesClient(base.ClientAlgorithm):
 
         changed = [*q.tensors(), *w.tensors(), *memory]
         state = LoopState(tensors=changed, histories=[losses], generators=noises)
-        for batch in local.continued(draw, state):
+        for batch in local.continued(draw, state, counts):
             draws = [normals(q.mu, noises).mul_(s.noise) for _ in range(s.samples)]
             d_mu, d_sigma, loss, theta = sampled_derivatives(local, batch, q, draws)
             losses.append(loss)

@@ -72,7 +72,7 @@ class PFedMe(FedAvg):
         def draw(skip: int) -> Iterator[Batch]:
             return local.batches(s.batch_size, counts, "train", skip=skip)
 
-        for batch in local.continued(draw, LoopState(w, personal, histories=[losses])):  # line 2
+        for batch in local.continued(draw, LoopState(w, personal, histories=[losses]), counts):  # line 2
             for _ in range(s.inner_steps):  # line 3
                 gradients, loss = local.gradient(personal, batch)
                 losses.append(loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,11 +24,8 @@ class Progress(Protocol):
     def save(self, training: int, state: Mapping[str, Tensor]) -> None:
         """Save a training, replacing its earlier save."""
 
-    def ends(self, rest: Iterator[object]) -> bool:
-        """Return whether to end the training that has begun last, before its last step, to measure its time.
-
-        ``rest`` draws the batches of the steps that are left.
-        """
+    def ends(self, steps_left: int) -> bool:
+        """Return whether to end the training that has begun last, before its last step, to measure its time."""
 
 
 class LoopState:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -199,7 +199,7 @@ class Saved:
             _log.warning("local training cannot be saved: %s", error)
         self._begun = time.monotonic()
 
-    def ends(self, rest: Iterator[object]) -> bool:
+    def ends(self, steps_left: int) -> bool:
         """Return False: all steps are made."""
         return False
 
