@@ -235,6 +235,26 @@ def started(api: KubeflowApi, files: tuple[str, str], *arguments: str) -> subpro
 
 
 @pytest.mark.slow
+def test_the_templates_script_submits_and_waits(api: KubeflowApi, tmp_path: Path) -> None:
+    """`fedloom new pipeline` writes it; its README names the arguments."""
+    (folder := tmp_path / "mine").mkdir()
+    assert done(CliRunner().invoke(app, ["new", "pipeline", str(folder)]))
+    api.script = [("RUNNING", [("federate", "RUNNING", "")]), ("SUCCEEDED", [("federate", "SUCCEEDED", "")])]
+    command = ["sh", "submit.sh", api.host, "s3://bucket/fedloom"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (run,), (version,) = api.runs.values(), api.versions.values()
+    assert run["state"] == "SUCCEEDED"
+    parameters = run["runtime_config"]["parameters"]
+    assert yaml.safe_load(parameters["experiment"]) == yaml.safe_load((folder / "experiment.yaml").read_text())
+    assert parameters["overrides"] == ["storage=s3://bucket/fedloom"]
+    assert json.loads(parameters["cluster"]) == yaml.safe_load((folder / "cluster.yaml").read_text())
+    executors = version["pipeline_spec"]["pipeline_spec"]["deploymentSpec"]["executors"]
+    assert executors["exec-federate"]["container"]["resources"]["resourceMemoryLimit"] == "4Gi"
+
+
+@pytest.mark.slow
 def test_ctrl_c_during_the_wait(api: KubeflowApi, files: tuple[str, str]) -> None:
     api.script = [("RUNNING", [("federate", "RUNNING", "")])]
     process = started(api, files, "--wait")

@@ -1,3 +1,4 @@
 # Run the pipeline on a cluster: sh submit.sh URL STORE
 set -eu
-fedloom pipeline --kubeflow "$1" submit personalized_federation experiment.yaml --set storage="$2" --pods pods.yaml --wait
+fedloom pipeline --kubeflow "$1" submit personalized_federation experiment.yaml --set storage="$2" \
+  --cluster cluster.yaml --pods pods.yaml --wait
