@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from facts import tells
+from facts import mentions, tells
 from ports import free_address
 from run_processes import ended, experiment, fedloom, rounds, started, until
+from ui_support import asked
 
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
@@ -89,16 +92,30 @@ def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: P
         assert tells(asks("status", "--clients", address), "north", "connected", "w-north", "south")
         assert tells(asks("federation", "pause", address, code=4), "error:", "eye", "control the federation")
 
+        watching = ("ui", tmp_path, "--listen", "127.0.0.1:0", "--aggregator", address)
+        site = processes.enter_context(started(*watching, environment=as_("eye")))
+        assert site.stdout is not None
+        port = int(site.stdout.readline().rpartition(":")[2].strip().rstrip("/"))
+
+        def page() -> str:
+            return unescape(re.sub(r"<[^>]+>", " ", asked(port, "/federation").text))
+
+        assert mentions(page(), "members", address, "training", *MEMBERS, "w-north", "w-south")
+
         asks("federation", "pause", address, name="boss")
         until(lambda: told()["phase"] == "paused", "the pause")
         paused = told()
+        assert mentions(page(), "paused", "boss", f"round {paused['round']}")
         assert (paused["durable_round"], paused["paused_by"]) == (paused["round"], "boss")
         aggregator.kill()
         aggregator.wait()
+        assert mentions(page(), address, "nothing listens", "fedloom status RUN")
+        assert "\\n" not in page()
         assert tells(asks("status", run), "interrupted", f"round {paused['round']}", "boss")
 
         aggregator = processes.enter_context(started(*serve, "--resume"))
         until(lambda: tells(fedloom_or("", "status", address, environment=as_("eye")), "paused"), "it is paused again")
+        until(lambda: mentions(page(), "paused", "boss", *MEMBERS), "the page shows it again")
         assert told()["round"] == paused["round"]
         asks("federation", "resume", address, name="boss")
         until(lambda: rounds(run) > paused["round"] + 3, "more rounds")

@@ -160,7 +160,8 @@ class Site:
             now = self._federation.activity()
             headings, rows, texts = client_table(self._federation.clients())
         except FedloomError as error:  # shown until the aggregator answers again
-            return self._rendered(ReportPage(title, (), (), {}, notices=(printable(str(error)),)), live=True)
+            notices = tuple(map(printable, str(error).splitlines()))
+            return self._rendered(ReportPage(title, (), (), {}, notices=notices), live=True)
         clients = one_block(headings, [table_row(*row) for row in rows[:MOST_CLIENTS]], text_columns=len(texts))
         sections = (
             PageSection("Status", (_activity(now),)),
@@ -169,8 +170,8 @@ class Site:
         return self._rendered(ReportPage(title, (printable(federation_heading(now)),), sections, {}), live=True)
 
     def message(self, title: str, text: str, template: str = "site.html.j2", **context: Any) -> str:
-        """Return a page with a message."""
-        return self._rendered(ReportPage(title, (), (), {}, notices=(text,) if text else ()), template, **context)
+        """Return a page with a message, one paragraph for each line."""
+        return self._rendered(ReportPage(title, (), (), {}, notices=tuple(text.splitlines())), template, **context)
 
     def _run(self, name: str) -> WatchedRun:
         run = self.watch.find(name)
