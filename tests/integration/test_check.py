@@ -16,7 +16,6 @@ from vowel_data import vowel_experiment
 from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.requirements import Need
 from fedloom.cli.check import NEEDS
-from fedloom.engine import check
 from fedloom.errors import ExitCode
 
 Fedloom = Callable[..., tuple[int, str, str]]
@@ -202,22 +201,6 @@ def test_facts_and_sentences(fedloom: Fedloom, tmp_path: Path) -> None:
     assert len(out.splitlines()) <= 24
     assert all(len(line) <= 100 for line in out.splitlines() if str(tmp_path) not in line)
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_large_data_set_is_checked_without_its_partition(
-    fedloom: Fedloom, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "LARGE", 1000)
-    file = written(tmp_path)
-    facts = facts_of(fedloom, file)
-    assert (facts["data"]["partition"], facts["estimate"], facts["communication"]) == ("not yet", None, None)
-    assert not list((tmp_path / "data").rglob("partition.json"))
-    code, out, _ = fedloom("check", file)
-    assert code == 0
-    assert mentions(out, "fedloom partition")
-    code, _, err = fedloom("check", file, "--set", "model={name: lenet}")
-    assert code == ExitCode.EXPERIMENT
-    assert mentions(err, "lenet")
 
 
 def test_a_first_round_that_fails_is_told(fedloom: Fedloom, tmp_path: Path) -> None:

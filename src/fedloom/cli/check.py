@@ -106,9 +106,7 @@ def _data(data: dict[str, Any]) -> str:
         text += f" A client has {examples['median']:g} training examples (median; from {ends})."
     where = {
         "own": "The clients' own folders match the experiment.",
-        "created": "The partition has been created.",
-        "not yet": "Creating the partition would take long: `fedloom partition EXPERIMENT` creates it. Until then, the "
-        "clients' data are not checked, and costs are not known.",
+        "created": "The partition has been created, and the run will use it.",
     }
     return f"{text} {where.get(place, f'The partition is at {place}.')}"
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from fedloom.algorithms.catalogue import model_needs
 from fedloom.core.processes import usable_cores
-from fedloom.data.datasets import size_on_disk
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import SPLITS, VERSION, ClientEntry, Manifest
 from fedloom.data.own import own_manifest
@@ -29,12 +28,6 @@ from fedloom.engine.training_privacy import Planned, Population, with_noise
 from fedloom.errors import FedloomError, QuorumError
 from fedloom.experiment import Experiment, OwnData
 
-LARGE = 2**27
-"""Bytes of a data set above which a check does not create its partition."""
-
-UNKNOWN = ("not yet", "not given")
-"""Places of clients' data that are not checked: a partition whose creation takes long, and folders of members."""
-
 SPREAD = (0.8, 1.5)
 """Factors on the estimated time that give its range."""
 
@@ -44,7 +37,7 @@ Facts = dict[str, Any]
 def check_experiment(experiment: Experiment, options: RunOptions) -> Facts:
     """Return the facts about an experiment that a run would accept (docs/experiment.md); raise the run's error."""
     place = _partition_place(experiment, options)
-    if place in UNKNOWN:
+    if place == "not given":
         for check in _checks(experiment, options, place):
             check()
         e = _with_known_noise(experiment)
@@ -71,14 +64,14 @@ def _checks(e: Experiment, options: RunOptions, place: str) -> list[Callable[[],
         partial(trackers_of, e),
         partial(check_folder, run_folder(e, options), e, options.resume),
         partial(use_device, e.runtime.device, e.runtime.threads),
-        *([] if place in UNKNOWN else [partial(run_dataset, e, options)]),
+        *([] if place == "not given" else [partial(run_dataset, e, options)]),
         partial(_with_known_noise, e),
         lambda: make_parts(e, _planned_manifest(e)),
     ]
 
 
 def _partition_place(e: Experiment, options: RunOptions) -> str:
-    """Return where the partition comes from."""
+    """Return where the partition comes from; members' folders may be missing."""
     if options.packed or options.observe:
         return "own"
     if options.partition is not None:
@@ -86,13 +79,10 @@ def _partition_place(e: Experiment, options: RunOptions) -> str:
     if isinstance(e.data, OwnData):
         return "not given"
     try:
-        source = e.data.opened()
-        made = made_partition(source, e.data.partition_settings(e.seed), e.data.root)
+        made = made_partition(e.data.opened(), e.data.partition_settings(e.seed), e.data.root)
     except FedloomError:  # the run's own check reports it
-        return "created"
-    if made is None:
-        return "not yet" if (size_on_disk(source, e.data.root) or 0) > LARGE else "created"
-    return str(made)
+        made = None
+    return "created" if made is None else str(made)
 
 
 def _planned_manifest(e: Experiment) -> Manifest:
