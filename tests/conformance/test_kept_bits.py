@@ -23,6 +23,7 @@ import torch
 from conformance_kit import Federation
 from torch import Tensor
 
+from fedloom.core.processes import processor
 from fedloom.engine.assemble import fingerprint
 from fedloom.runs.checkpoint import decode_tensors
 
@@ -62,6 +63,16 @@ def check_version(method: str, before: Mapping[str, Any], found: Mapping[str, An
         f"set `version` of its Algorithm to {before['version'] + 1}, so that releases that differ in them are not "
         f"mixed in one federation, and record the new bits: pytest {__file__} --keep-bits"
     )
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="reads /proc/cpuinfo")
+def test_the_fingerprint_tells_processors_apart() -> None:
+    """Two processors with AVX-512 computed different bits: their vendors' libraries choose other kernels."""
+    assert processor().split()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    assert {line.split(": ")[1] for line in lines if line.startswith(("vendor_id", "model\t", "CPU part"))} <= {
+        *processor().split()
+    }
 
 
 def test_changed_bits_need_another_version() -> None:

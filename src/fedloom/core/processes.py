@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import signal
 import sys
 import threading
@@ -36,6 +38,16 @@ _ends_with_parent = False
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Return vendor and model of the processor, by which numeric libraries choose their kernels."""
+    try:
+        facts = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+    except OSError:  # not on Linux
+        return platform.processor()
+    keys = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
+    return " ".join(facts[key] for key in keys if key in facts)
 
 
 def python(*words: str) -> list[str]:

@@ -20,6 +20,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.requirements import check_example_privacy
 from fedloom.algorithms.sums import sums_of
 from fedloom.core import digests
+from fedloom.core.processes import processor
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, FederatedDataset, Manifest
 from fedloom.data.spec import Targets
@@ -373,6 +374,7 @@ def fingerprint(experiment: Experiment) -> dict[str, Any]:
         "fedloom": fedloom.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "processor": processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": bool(torch._C._has_mkldnn),
         "machine": platform.machine(),
