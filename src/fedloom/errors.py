@@ -94,6 +94,9 @@ class FedloomError(Exception):
 
     exit_code: ExitCode
 
+    def __init_subclass__(cls, exit_code: ExitCode | None = None) -> None:
+        cls.exit_code = exit_code or cls.exit_code
+
     def __init__(
         self,
         message: str,
@@ -159,52 +162,36 @@ class FedloomError(Exception):
         return [*led, f"{type(self).__name__}: {self}"]
 
 
-class ExperimentError(FedloomError):
+class ExperimentError(FedloomError, exit_code=ExitCode.EXPERIMENT):
     """An experiment file, option or combination that cannot run."""
 
-    exit_code = ExitCode.EXPERIMENT
 
-
-class DataError(FedloomError):
+class DataError(FedloomError, exit_code=ExitCode.DATA):
     """Data that are missing, corrupt or contradict their manifest."""
 
-    exit_code = ExitCode.DATA
 
-
-class RefusedError(FedloomError):
+class RefusedError(FedloomError, exit_code=ExitCode.REFUSED):
     """Refusal between two sides: protocol, version, authentication."""
 
-    exit_code = ExitCode.REFUSED
 
-
-class QuorumError(FedloomError):
+class QuorumError(FedloomError, exit_code=ExitCode.QUORUM):
     """Round that failed in all its attempts: too few replies, or an update that is not finite."""
 
-    exit_code = ExitCode.QUORUM
 
-
-class StorageError(FedloomError):
+class StorageError(FedloomError, exit_code=ExitCode.STORAGE):
     """Failure to write or read artifacts."""
 
-    exit_code = ExitCode.STORAGE
 
-
-class WorkerLostError(FedloomError):
+class WorkerLostError(FedloomError, exit_code=ExitCode.WORKER_LOST):
     """Worker lost more often than restarts allow; the run can be resumed."""
 
-    exit_code = ExitCode.WORKER_LOST
 
-
-class AbandonedError(FedloomError):
+class AbandonedError(FedloomError, exit_code=ExitCode.ABANDONED):
     """Loss of the peer: a worker has lost its aggregator, or an aggregator has no watchers."""
 
-    exit_code = ExitCode.ABANDONED
 
-
-class InterruptedRun(FedloomError):
+class InterruptedRun(FedloomError, exit_code=ExitCode.INTERRUPTED):
     """Request of the user or the system to stop the run, which can be resumed."""
-
-    exit_code = ExitCode.INTERRUPTED
 
 
 FAILURES: Mapping[int, type[FedloomError]] = {int(kind.exit_code): kind for kind in FedloomError.__subclasses__()}
