@@ -1,11 +1,12 @@
 """Aggregator with very many workers and clients, and with very many rounds.
 
-    .venv/bin/python research/benchmarks/scale.py [--part workers|rounds] [--json FILE]
+    .venv/bin/python research/benchmarks/scale.py [--part workers|rounds] [--cohort N] [--hidden N] [--json FILE]
 
 ``workers``: 1,000 workers, each with its own TLS connection, token and identity, announce 100 clients each. They are
 scripted peers in four processes without torch (``peers.py``) and answer at once; the aggregator is
 ``fedloom aggregator``. Measured are joining, the evaluation of all clients, rounds and memory; and, after the
-aggregator was killed, the time until all have returned and rounds continue. ``rounds``: a tiny model and four workers
+aggregator was killed, the time until all have returned and rounds continue. ``--hidden`` replaces the tiny model by a
+perceptron with so many units: 5,263 of them have 99,999 parameters. ``rounds``: a tiny model and four workers
 for 20,000 rounds: CPU time of a round, memory, file descriptors and journal over time, and the time to resume.
 """
 
@@ -43,7 +44,6 @@ from fedloom.transport.versions import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
 FEATURES, CLASSES = 16, 2
-D = CLASSES * (FEATURES + 1)
 PROCESSES = 4
 WAIT_S = 900.0
 
@@ -51,11 +51,13 @@ WAIT_S = 900.0
 class Federation:
     """Aggregator in its own process, and its peers."""
 
-    def __init__(self, folder: Path, workers: int, clients: int, cohort: int, held: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, workers: int, clients: int, cohort: int, held: ExitStack, hidden: int | None = None
+    ) -> None:
         self.folder, self.run, self._held = folder, folder / "run", held
         self.workers, self.clients = workers, clients
         self.experiment = folder / "scale.yaml"
-        self.experiment.write_text(yaml.safe_dump(_experiment(workers * clients, cohort)))
+        self.experiment.write_text(yaml.safe_dump(_experiment(workers * clients, cohort, hidden)))
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         tokens = [make_token() for _ in range(workers)]
@@ -82,7 +84,7 @@ class Federation:
             "answers": {
                 "SharedModel": _template(
                     Update(
-                        delta_theta=torch.full((1, D), 1e-3),
+                        delta_theta=torch.full((1, parameters(hidden)), 1e-3),
                         steps=torch.ones(1, 1, dtype=torch.float64),
                         loss=torch.ones(1, 1, dtype=torch.float64),
                     )
@@ -158,14 +160,20 @@ class Federation:
         return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
 
 
-def _experiment(clients: int, cohort: int) -> dict[str, Any]:
+def parameters(hidden: int | None) -> int:
+    """Return the size of the model: logistic regression, or a perceptron with hidden units."""
+    inputs, size = (FEATURES, 0) if hidden is None else (hidden, hidden * (FEATURES + 1))
+    return size + CLASSES * (inputs + 1)
+
+
+def _experiment(clients: int, cohort: int, hidden: int | None) -> dict[str, Any]:
     given = {"mean": [0.0] * FEATURES, "std": [1.0] * FEATURES}
     own = {"kind": "features", "input_shape": [FEATURES], "classes": ["no", "yes"], "normalization": given}
     federation = {"rounds": None, "clients_per_round": cohort, "min_clients": clients, "deadline_s": 120}
     return {
         "name": "scale",
         "data": {"own": own},
-        "model": {"name": "logistic"},
+        "model": {"name": "logistic"} if hidden is None else {"name": "mlp", "hidden": [hidden]},
         "algorithm": {"name": "fedavg", "local": {"steps": 1}},
         "federation": {**federation, "heartbeat_timeout_s": 300, "checkpoint_every_s": 2},
         "evaluation": {"every": 1_000_000, "cohort": 1000},
@@ -191,12 +199,15 @@ def until(condition: Callable[[], object], what: str) -> float:
     return time.time()
 
 
-def measure_workers(folder: Path, workers: int, clients: int, cohort: int, rounds: int) -> dict[str, Any]:
+def measure_workers(
+    folder: Path, workers: int, clients: int, cohort: int, rounds: int, hidden: int | None
+) -> dict[str, Any]:
     """Measure 1,000 workers and 100,000 clients."""
     with ExitStack() as held:
-        federation = Federation(folder, workers, clients, cohort, held)
+        federation = Federation(folder, workers, clients, cohort, held, hidden)
         federation.start()
         found: dict[str, Any] = {"workers": workers, "clients": workers * clients, "cohort": cohort}
+        found["parameters"] = parameters(hidden)
         found["rss_alone"] = resident_bytes(federation.pid)
         federation.join()
         until(lambda: len(federation.joins()) >= workers, "all workers join")
@@ -270,7 +281,7 @@ def _table_of_workers(found: dict[str, Any]) -> str:
         return ", ".join(format(factor * found[key], form) for key in keys)
 
     rows = [
-        ("workers, clients, cohort", all_of(",", 1, "workers", "clients", "cohort")),
+        ("workers, clients, cohort, parameters", all_of(",", 1, "workers", "clients", "cohort", "parameters")),
         ("all workers join, s; joins a second in between", all_of(".1f", 1, "join_s", "joins_per_s")),
         ("evaluation of all clients, s", all_of(".1f", 1, "evaluation_s")),
         ("a round, ms; processor time of the aggregator, ms", all_of(".0f", 1e3, "round_s", "round_cpu_s")),
@@ -313,6 +324,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=100, help="clients of each worker")
     parser.add_argument("--cohort", type=int, default=100)
+    parser.add_argument("--hidden", type=int, help="hidden units of the model of the part `workers`")
     parser.add_argument(
         "--rounds", type=int, default=20_000, help="rounds of the part `rounds`; the part `workers` runs 20"
     )
@@ -327,7 +339,8 @@ def main() -> None:
         for part in ("workers", "rounds") if options.part is None else (options.part,):
             (folder / part).mkdir(parents=True)
             if part == "workers":
-                results[part] = measure_workers(folder / part, options.workers, options.clients, options.cohort, 20)
+                sizes = (options.workers, options.clients, options.cohort)
+                results[part] = measure_workers(folder / part, *sizes, 20, options.hidden)
                 print(_table_of_workers(results[part]))
             else:
                 results[part] = measure_rounds(folder / part, options.rounds)
