@@ -38,8 +38,7 @@ from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel
 from fedloom.engine.options import WorkerOptions
 from fedloom.federation.standing import Standing
 from fedloom.federation.worker_record import PHASES, WorkerRecord
-from fedloom.member.cockpit import Cockpit, screen_lines
-from fedloom.member.worker_metrics import worker_families
+from fedloom.member.cockpit import Cockpit, screen_lines, worker_families
 from fedloom.security.options import ClientOptions
 
 __all__ = ["keys", "members", "recorded"]

@@ -27,7 +27,7 @@ from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, ClientCounts, Group, LastEvaluation, PrivacySpent, Totals
 from fedloom.federation.standing import Standing
 from fedloom.federation.worker_record import WorkerState
-from fedloom.member.worker_metrics import worker_families
+from fedloom.member.cockpit import worker_families
 from fedloom.tasks.names import ACCURACY
 from fedloom.transport.http_server import REQUEST_BYTES
 from fedloom.transport.personalization import ServingLoad

@@ -1,6 +1,6 @@
 """Engine of a run: checks, components and steps shared by closed, open, replayed and finished runs.
 
-A kind of run is one function over this engine (:mod:`~fedloom.engine.run_experiment`, :mod:`~fedloom.engine.open_run`).
+A kind of run is one function over this engine (:mod:`~fedloom.engine.run_experiment`).
 Nothing is written before
 :meth:`Engine.make_folder`, so that a run that cannot begin leaves no trace.
 """

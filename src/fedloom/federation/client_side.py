@@ -12,10 +12,10 @@ from torch import Tensor
 from fedloom.algorithms.base import ClientAlgorithm, Conversation
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.augment import Augmentation
-from fedloom.data.federated import ClientData
+from fedloom.data.federated import ClientData, Split
+from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.client_request import ClientRequest
-from fedloom.federation.placing import client_to, message_to
 from fedloom.federation.progress import Saved, Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.silence import Silence
@@ -251,8 +251,8 @@ class ClientSide:
             return generator(self._config.seed, f"{stream}/{purpose}", client, key.round)
 
         states = [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None
-        data, saves = [client_to(self._loaded(client), self._config.device) for client in clients], self._config.saves
-        message = message_to(request.select(rows), self._config.device)
+        data, saves = [_client_to(self._loaded(client), self._config.device) for client in clients], self._config.saves
+        message = _message_to(request.select(rows), self._config.device)
         saved = None if saves is None else saves.begin(key, data, states, message)
         group = ClientGroup(
             data,
@@ -344,7 +344,7 @@ class ClientSide:
             talk.answers = [loss or self._step_of_sum(holder, talk, i, request) for i, loss in enumerate(losses)]
             talk.exchange = request.exchange
             return
-        message = message_to(request.select(talk.rows), self._config.device)
+        message = _message_to(request.select(talk.rows), self._config.device)
         if talk.saved is not None:
             talk.saved.hear(message)
         self._step(talk, request, lambda: talk.coroutine.send(message))
@@ -363,7 +363,7 @@ class ClientSide:
         try:
             if guard is not None and request.exchange:
                 guard.question(talk.key, request.message, trains=talk.key.purpose == TRAIN)
-            reply = message_to(self._next(talk, resume), _CPU)
+            reply = _message_to(self._next(talk, resume), _CPU)
             self._store(talk)
             talk.answers = [
                 Lost(losses[i]) if i in losses else self._held(talk, i, request, reply.select([i]))
@@ -466,3 +466,21 @@ def _failure(
 def _ended() -> Conversation:
     return None
     yield  # makes this function a generator that yields nothing
+
+
+def _client_to(client: ClientData, device: torch.device) -> ClientData:
+    """Return a client's data on a device."""
+    if device.type == "cpu":
+        return client
+
+    def moved(split: Split) -> Split:
+        return Split(each(split.x, lambda x: x.to(device)), None if split.y is None else split.y.to(device))
+
+    return ClientData(client.id, moved(client.train), moved(client.validation), moved(client.test), client.classes)
+
+
+def _message_to(message: Message, device: torch.device) -> Message:
+    """Return a message on a device."""
+    if all(tensor.device == device for tensor in message.tensors().values()):
+        return message
+    return type(message)(**{name: tensor.to(device) for name, tensor in message.tensors().items()})
