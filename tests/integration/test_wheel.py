@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
-from test_templates import NAMES, OFFLINE, follow
+from test_templates import MODULES, NAMES, OFFLINE, check_comparison, check_module, follow
 from vowel_data import vowel_root
 
 import fedloom
@@ -121,6 +121,10 @@ def test_every_template_runs_with_the_extras_that_it_names(
     for name in ("comparison", "module-table", "module-images", "method"):
         assert "pip install" not in run("fedloom", "new", name, name)
         more = {**KEPT, "FEDLOOM_REPORT": "1", **(OFFLINE if name == "method" else {})}
-        follow(tmp_path / name, programs, **more)
-        reports = "results/comparison/compare.html" if name == "comparison" else "runs/*/report.html"
-        assert list((tmp_path / name).glob(reports)), name
+        printed = follow(tmp_path / name, programs, **more)
+        if name == "comparison":
+            check_comparison(tmp_path / name, printed)
+            continue
+        assert list((tmp_path / name).glob("runs/*/report.html")), name
+        if name in MODULES:
+            check_module(name, tmp_path / name)
