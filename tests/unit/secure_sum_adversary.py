@@ -158,7 +158,7 @@ def attack(
     for i in session.rows(2):
         hidden = np.isin(aggregator.neighbours(i), list(reported.absent.get(i, ())))
         with suppress(RefusedError):
-            adversary.masked[i] = members[i].mask(session.values[i], shares[i], present[i] & ~hidden)
+            adversary.masked[i] = members[i].mask(session.values[i].copy(), shares[i], present[i] & ~hidden)
             aggregator.add(i, adversary.masked[i])
     survivors, receipts = np.isin(np.arange(len(members)), list(adversary.masked)), np.zeros((0,), np.uint8)
     if adversary.masked:

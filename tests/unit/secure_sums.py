@@ -76,7 +76,7 @@ class Session:
     def mask(self, shares: Bytes, present: Flags) -> tuple[Flags, Bytes]:
         """Run step 2; return survivors and receipts."""
         for i in self.rows(2):
-            self.aggregator.add(i, self.members[i].mask(self.values[i], shares[i], present[i]))
+            self.aggregator.add(i, self.members[i].mask(self.values[i].copy(), shares[i], present[i]))
         return self.aggregator.survivors()
 
     def confirm(self, survivors: Flags, receipts: Bytes) -> Bytes:

@@ -175,7 +175,7 @@ class Dropouts(RuleBasedStateMachine):
         values = self.session.values
         answers = self.ask(
             lambda i: len(self.near(i) & self.shared) >= self.t,
-            lambda i: lambda: self.members[i].mask(values[i], self.shares[i], self.present[i]),
+            lambda i: lambda: self.members[i].mask(values[i].copy(), self.shares[i], self.present[i]),
         )
         for i, masked in answers.items():
             self.aggregator.add(i, masked)

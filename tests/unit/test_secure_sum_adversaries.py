@@ -144,7 +144,7 @@ def test_a_step_answers_one_question() -> None:
     session = Session(parameters(n), vectors(n))
     member = session.members[0]
     with refusing(RefusedError, "mask"):
-        member.mask(session.values[0], np.zeros((n - 1, SHARED_BYTES), np.uint8), np.ones(n - 1, bool))
+        member.mask(session.values[0].copy(), np.zeros((n - 1, SHARED_BYTES), np.uint8), np.ones(n - 1, bool))
     keys, signatures = session.advertise()
     assert np.array_equal(member.advertise()[0], keys[0])
     assert np.array_equal(member.share(keys, signatures), member.share(keys.copy(), signatures))
@@ -157,13 +157,13 @@ def test_a_step_answers_one_question() -> None:
         member.confirm(np.ones(n, bool), np.zeros((n - 1, 16), np.uint8))
     with refusing(RefusedError, "unmask"):
         member.unmask(np.zeros((n - 1, 16), np.uint8))
-    first = member.mask(session.values[0], shares[0], present[0])
-    assert np.array_equal(first.values, member.mask(session.values[0], shares[0], present[0]).values)
+    first = member.mask(session.values[0].copy(), shares[0], present[0])
+    assert np.array_equal(first.values, member.mask(session.values[0].copy(), shares[0], present[0]).values)
     other = present[0].copy()
     other[0] = False
     for values, there in [(session.values[1], present[0]), (session.values[0], other)]:
         with pytest.raises(RefusedError):
-            member.mask(values, shares[0], there)
+            member.mask(values.copy(), shares[0], there)
     survivors, receipts = session.mask(shares, present)
     confirmation = member.confirm(survivors, receipts[0])
     assert np.array_equal(confirmation, member.confirm(survivors, receipts[0]))
@@ -243,7 +243,7 @@ def test_a_member_unknown_to_others_is_left_out_of_the_sum() -> None:
     shares, present = session.share(*session.advertise())
     assert not shares[stranger].any()
     with refusing(RefusedError, "threshold"):
-        members[stranger].mask(session.values[stranger], shares[stranger], present[stranger])
+        members[stranger].mask(session.values[stranger].copy(), shares[stranger], present[stranger])
     assert np.array_equal(session.unmask(session.confirm(*session.mask(shares, present))), session.expected())
 
 
@@ -279,7 +279,9 @@ def test_members_with_different_rosters_have_no_common_masks() -> None:
     received, present = session.aggregator.forward_shares(session.gather(1, shared), session.answering(1))
     for i in range(n):
         with pytest.raises(RefusedError):  # shares of those with the other roster are not for this member
-            session.members[i].mask(session.values[i], received[i], present[i] & (session.aggregator.neighbours(i) < 9))
+            session.members[i].mask(
+                session.values[i].copy(), received[i], present[i] & (session.aggregator.neighbours(i) < 9)
+            )
 
 
 def test_shares_sent_to_others_are_useless() -> None:
@@ -287,7 +289,7 @@ def test_shares_sent_to_others_are_useless() -> None:
     shares, present = session.share(*session.advertise())
     for wrong in (shares[1], shares[0][::-1], shares[0] ^ 1):
         with pytest.raises(RefusedError):
-            session.members[0].mask(session.values[0], np.ascontiguousarray(wrong), present[0])
+            session.members[0].mask(session.values[0].copy(), np.ascontiguousarray(wrong), present[0])
     with pytest.raises(RefusedError):
         session.members[0].mask(session.values[0].astype("<u8"), shares[0], present[0])
 
@@ -336,7 +338,7 @@ def test_the_aggregator_excludes_unusable_keys() -> None:
 def test_unexpected_vectors() -> None:
     session = Session(parameters(7), vectors(7), {6: 0})
     shares, present = session.share(*session.advertise())
-    masked = session.members[0].mask(session.values[0], shares[0], present[0])
+    masked = session.members[0].mask(session.values[0].copy(), shares[0], present[0])
     for wrong in (masked.values[:-1], masked.values.astype("<u8"), masked.values[None]):
         with pytest.raises(RefusedError):
             session.aggregator.add(0, type(masked)(wrong, masked.receipts))

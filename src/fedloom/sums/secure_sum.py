@@ -215,7 +215,8 @@ class SecureSumMember:
         Parameters
         ----------
         values
-            uint32 or uint64, as the session's ``bits`` say, shape [d].
+            uint32 or uint64, as the session's ``bits`` say, shape [d]. The masked vector replaces them: a copy would
+            take as much memory again.
         shares
             Rows of the neighbours' answers to step 1 that are for this member, uint8 [k, 96].
         present
@@ -236,18 +237,17 @@ class SecureSumMember:
             raise RefusedError(
                 f"{sum(map(bool, held_shares))} neighbours have sent shares; the threshold is {p.threshold}."
             )
-        total = values.copy()
         masks = [(pair.seed, pair.sign) for pair, is_included in zip(self._pairs, included, strict=True) if is_included]
-        add_masks(total, [*masks, (self_mask_seed(self._secret_b, self._transcript), +1)])
+        add_masks(values, [*masks, (self_mask_seed(self._secret_b, self._transcript), +1)])
         receipts = np.zeros((p.degree, TAG_BYTES), np.uint8)
         for (pair, receipt), is_included in zip(self._each(receipts), included, strict=True):
             if is_included:
                 receipt[:] = np.frombuffer(pair.receipt_to, np.uint8)
         if self._masked is not None:
-            same = np.array_equal(total, self._masked.values) and held_shares == self._held
+            same = np.array_equal(values, self._masked.values) and held_shares == self._held
             return self._again("vector", same, self._masked)
         self._held = held_shares
-        self._masked = MaskedVector(total, receipts)
+        self._masked = MaskedVector(values, receipts)
         return self._masked
 
     def confirm(self, survivors: Flags, receipts: Bytes) -> Bytes:
