@@ -47,6 +47,21 @@ def vit() -> nn.Module:
     return made
 
 
+class BareLSTM(nn.Module):
+    """LSTM over a sequence of 80 tokens, with the sizes of LEAF's model for Shakespeare, which predicts the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(80, 8), nn.Linear(256, 80)
+        self.lstm = nn.LSTM(8, 256, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of the token after the last."""
+        hidden, _ = self.lstm(self.embedding(x))
+        logits: Tensor = self.head(hidden[:, -1])
+        return logits
+
+
 def bert() -> nn.Module:
     """Return a tiny BERT of transformers with LoRA adapters of peft, which are trained with the classifier."""
     import peft
@@ -116,6 +131,7 @@ MODELS = {
     "LeNet": Model(BareLeNet, "classification", (1, 28, 28), "pixels", 10, 20),
     "ResNet18": Model(resnet18, "classification", (3, 32, 32), "pixels", 10, 10),
     "ViT": Model(vit, "classification", (3, 32, 32), "pixels", 10, 10),
+    "LSTM": Model(BareLSTM, "classification", {"x": ((80,), 80)}, "integers", 80, 10),
     "BERT, LoRA": Model(bert, "classification", _WORDS, "integers", 2, 20),
     "U-Net": Model(unet, "segmentation", (1, 32, 32), "pixels", 2, 10, (32, 32)),
     "MLP": Model(mlp, "regression", (32,), "features", 1, 40),
@@ -139,8 +155,8 @@ def bare_loop(model: Model, index: Callable[[], Any]) -> Callable[[], Tensor]:
         optimizer = torch.optim.SGD(trained, lr=LR, momentum=MOMENTUM)
         for batch in index():
             optimizer.zero_grad()
-            outputs = net(**{name: t[batch] for name, t in x.items()}).logits if isinstance(x, dict) else net(x[batch])
-            loss(outputs, y[batch]).backward()  # type: ignore[no-untyped-call]
+            outputs = net(**{name: t[batch] for name, t in x.items()}) if isinstance(x, dict) else net(x[batch])
+            loss(getattr(outputs, "logits", outputs), y[batch]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         return torch.cat([p.detach().flatten() for p in trained])
 
