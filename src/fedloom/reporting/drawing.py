@@ -104,7 +104,8 @@ class Sheet(Figure):
 
     def _repr_png_(self) -> bytes:
         image = BytesIO()
-        self.savefig(image, format="png", dpi=120, facecolor="white", metadata={"Software": None})  # no version
+        # Matplotlib's version would change the bytes.
+        self.savefig(image, format="png", dpi=120, facecolor="white", metadata={"Software": None})
         return image.getvalue()
 
 

@@ -334,7 +334,7 @@ class Assembler:
 
 
 def _row(spec: TensorSpec, pieces: list[Tensor | bytearray], row: int) -> Tensor | bytearray:
-    """Return the memory of a row of a tensor; a broadcast comes with a single row."""
+    """Return the memory of a row of a tensor; a message with a broadcast has a single row."""
     if len(pieces) > 1 or not spec.per_client:
         return pieces[row]
     size = len(pieces[0]) // spec.shape[0]
