@@ -64,6 +64,7 @@ FLAGS = ("-P", "-u")
 """Flags of the interpreter that a fork heeds."""
 
 SERVER = "forked-server"  # name of a server in its command line
+SERVERS = (SERVER, "fedloom-forks")  # and the name of a run's own, fedloom.core.forks.TITLE
 TITLE_BYTES = 4096
 OTHERS = (
     "torch", "torch.func", "numpy", "pydantic", "grpc", "grpc_health.v1.health", "yaml", "typer", "rich.progress",
@@ -84,7 +85,7 @@ def cmdline(pid: int) -> list[str]:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode().split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return []
-    return [] if words[0] == SERVER else words
+    return [] if words[0] in SERVERS else words
 
 
 def children(pid: int) -> list[int]:
@@ -102,7 +103,7 @@ def children(pid: int) -> list[int]:
 
 def _is_server(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(SERVER.encode() + b"\0")
+        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode() in SERVERS
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -4,7 +4,7 @@
 
 PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load comes from another: clients that have
 read the opening, send a descriptor and read their model, so that the server is measured. For comparison, in the same
-session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream that sends as many bytes. Then:
+session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream of as many bytes and turns. Then:
 latency at half of the load; two servers; a whole client; a server that is killed and restarted while clients
 make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out
 models while it trains (Fashion-MNIST, one worker), if the data are available.
@@ -125,7 +125,7 @@ async def loaded(
         started = time.perf_counter()
         call = calls[i % len(calls)]()
         try:
-            for frame in (b"ask",) if bare else asks[i % len(asks)]:
+            for frame in (b"ask", b"answer") if bare else asks[i % len(asks)]:
                 await call.write(frame)
                 data = await call.read()
             await call.done_writing()
@@ -183,13 +183,14 @@ async def _asks(address: str, v: torch.Tensor) -> list[tuple[bytes, bytes]]:
     return made
 
 
-async def serve_bare() -> None:
-    """Run a stream that answers each message with as many bytes as a model has."""
-    model = bytes(4 * D)
+async def serve_bare(opening: int) -> None:
+    """Run a stream that answers the first message with as many bytes as the opening has, the second with a model's."""
+    sent = [bytes(opening), bytes(4 * D)]
 
     async def get(_: Any, context: Any) -> None:
-        await context.read()
-        await context.write(model)
+        for message in sent:
+            await context.read()
+            await context.write(message)
 
     server = grpc.aio.server()
     name, method = BARE.strip("/").split("/")
@@ -399,13 +400,14 @@ def measure(seconds: float) -> dict[str, Any]:
         run = Path(scratch) / "run"
         server, size = make_run(run)
         figures["product_ms"] = product_ms(server, size, min(seconds, 3.0))
-        with process(sys.executable, __file__, "--bare-server") as (bare, address):
-            figures["bare"] = put_under([address], [bare.pid], seconds, size, bare=True)
         with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (one, first):
+            figures["clients"] = conversation_bytes(first)
+            opening = figures["clients"]["whole_down"] - 4 * D
+            with process(sys.executable, __file__, "--bare-server", int(opening)) as (bare, address):
+                figures["bare"] = put_under([address], [bare.pid], seconds, size, bare=True)
             figures["serve"] = put_under([first], [one.pid], seconds, size)
             half = max(1.0, figures["serve"]["per_s"] / 2)
             figures["half"] = put_under([first], [one.pid], seconds, size, rate=half)
-            figures["clients"] = conversation_bytes(first)
             with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (two, second):
                 figures["replicas"] = put_under([first, second], [one.pid, two.pid], seconds, size, **{"at_once": 128})
         figures["killed"] = killed_and_started_again(run, server, size, max(4.0, 2 * seconds))
@@ -473,10 +475,10 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=64, help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--bare-server", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare-server", type=int, metavar="BYTES", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.bare_server:
-        asyncio.run(serve_bare())
+    if options.bare_server is not None:
+        asyncio.run(serve_bare(options.bare_server))
         return
     if options.load:
         o = options

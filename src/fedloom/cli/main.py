@@ -25,6 +25,7 @@ import fedloom
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import CommandGroup, Commands
 from fedloom.cli.results import Terminated, UsageError, as_command_failure, described, print_json
+from fedloom.core.forks import Forked
 from fedloom.core.logs import JsonLines, structured
 from fedloom.core.plugins import entries, missing_part
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure, termination_requested
@@ -170,7 +171,7 @@ def options(
     shown = logging.StreamHandler()
     as_json = log_format == "json"
     shown.setFormatter(JsonLines() if as_json else _Printable("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[shown])
+    logging.basicConfig(handlers=[shown], force=True)  # a fork has its parent's
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
     if not verbose:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of each request made again
@@ -182,6 +183,15 @@ def options(
 
 
 def main() -> NoReturn:
+    """Run the command line, or that of a fork, and exit with the code of its outcome."""
+    while True:
+        try:
+            _main()
+        except Forked as fork:
+            sys.argv[1:] = fork.words
+
+
+def _main() -> NoReturn:
     """Run the command line and exit with the code of its outcome.
 
     Typer itself ends Ctrl-C with 130; exceptions that are no failures are bugs and keep their traceback.

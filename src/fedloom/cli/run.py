@@ -20,6 +20,7 @@ from fedloom.cli.options import (
     with_options,
 )
 from fedloom.cli.results import CommandResult
+from fedloom.core import forks
 from fedloom.core.memory import collection_paused
 from fedloom.engine.options import RunOptions, ServingOptions
 
@@ -41,13 +42,10 @@ def run_command(
 ) -> CommandResult:
     """Run an experiment on this machine. With --seeds or --grid, run every combination and compare."""
     from fedloom import experiment as experiments
-    from fedloom.core import processes
     from fedloom.errors import ExperimentError
 
     overrides = [*(set_ or ()), *([f"runtime.workers={workers}"] if workers is not None else ())]
     options = replace(options, signals=True)
-    if processes.ends_with_parent():
-        act_at_eof(lambda: os.kill(os.getpid(), signal.SIGTERM))
     if seeds is None and not grid:
         if parallel > 1:
             raise ExperimentError("--parallel needs --seeds or --grid.", key="parallel")
@@ -56,9 +54,11 @@ def run_command(
         raise ExperimentError("--replay cannot be combined with --seeds or --grid.", key="replay")
     begun = experiments.begun_in(options.out) if options.resume else None
     points = experiments.points(experiment, overrides, seeds, grid or (), stored=begun)
-    from fedloom.api.watch import SweepWatch
-    from fedloom.reporting.commands import compared_sweep
-    from fedloom.tuning.sweep import failed_sweep, run_points
+    with forks.prepared(parallel > 1 or any(point.experiment.runtime.workers for point in points)):
+        from fedloom.api.watch import SweepWatch
+        from fedloom.engine import worker  # noqa: F401 (for forks)
+        from fedloom.reporting.commands import compared_sweep
+        from fedloom.tuning.sweep import failed_sweep, run_points
 
     folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
     failures = run_points(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel)
@@ -90,14 +90,19 @@ def _run(file: str | Path, overrides: Sequence[str], options: RunOptions) -> Com
     """Run an experiment and return its results."""
     with collection_paused():
         from fedloom import experiment as experiments
+        from fedloom.core import processes
 
         # before torch is imported, so that an invalid file is refused at once
         experiment = experiments.load_experiment(file, overrides, stored=options.out if options.resume else None)
-        from fedloom.api.watch import LoggedRun, Watch
-        from fedloom.cli.tables import print_results
-        from fedloom.core.logs import structured
-        from fedloom.engine.run_experiment import run_experiment
+        with forks.prepared(options.serving is None and experiment.runtime.workers > 0):
+            from fedloom.api.watch import LoggedRun, Watch
+            from fedloom.cli.tables import print_results
+            from fedloom.core.logs import structured
+            from fedloom.engine import worker  # noqa: F401 (for forks)
+            from fedloom.engine.run_experiment import run_experiment
 
+    if processes.ends_with_parent():
+        act_at_eof(lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = run_experiment(experiment, options, LoggedRun() if structured() else Watch())
 
     def show() -> None:

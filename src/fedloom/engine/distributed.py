@@ -18,8 +18,9 @@ from typing import Any
 from pydantic import SecretStr
 
 from fedloom.core.files import open_to_append, read_file, storing
+from fedloom.core.forks import Child
 from fedloom.core.options import as_words
-from fedloom.core.processes import ChildReport, command, environment
+from fedloom.core.processes import ChildReport, environment
 from fedloom.engine.assemble import DTYPE, RunContext
 from fedloom.engine.constants import digests_of_run
 from fedloom.engine.metrics import certificate_end, federation_families, metrics_served
@@ -300,7 +301,7 @@ class Workers:
         self._on_failure = on_failure
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Child] = {}
         self._reports: dict[int, Path] = {}
         self._watchers = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in range(count)]
         for i in range(count):
@@ -331,7 +332,7 @@ class Workers:
             watcher.join()
         self._temporary.cleanup()
 
-    def _start(self, i: int) -> subprocess.Popen[bytes]:
+    def _start(self, i: int) -> Child:
         name = f"worker-{i}"
         log_setting = f"log={json.dumps(str(self._logs / f'{name}.jsonl'))}"
         options = replace(self._options, settings=(*self._options.settings, log_setting))
@@ -343,13 +344,8 @@ class Workers:
         with storing(log_file := self._logs / f"{name}.stderr"):
             descriptor = open_to_append(log_file)
         with os.fdopen(descriptor, "ab") as stderr:
-            return subprocess.Popen(
-                command(*words),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,
-                env=environment(self._environment, self._reports[i], self._code, ends_with_parent=True),
+            return Child(
+                words, stderr, environment(self._environment, self._reports[i], self._code, ends_with_parent=True)
             )
 
     def _watch(self, i: int) -> None:

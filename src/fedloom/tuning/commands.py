@@ -9,6 +9,7 @@ import typer
 
 from fedloom.cli.options import ExperimentFile, Parallel, Set, Space, TrialCount, with_options
 from fedloom.cli.results import CommandResult
+from fedloom.core import forks
 from fedloom.engine.options import JobOptions
 
 if TYPE_CHECKING:
@@ -35,10 +36,12 @@ def search_command(
         return experiments.of(experiment, [*(set_ or ()), *changes], stored=begun)
 
     plan = plan_search(search_space, make)
-    from fedloom.api.searches import carry_out_search
-    from fedloom.api.watch import SweepWatch
-    from fedloom.cli.tables import print_results, print_table
-    from fedloom.reporting.search_page import PAGE, trial_rows
+    with forks.prepared(needed=True):
+        from fedloom.api.searches import carry_out_search
+        from fedloom.api.watch import SweepWatch
+        from fedloom.cli.tables import print_results, print_table
+        from fedloom.engine import worker  # noqa: F401 (for forks)
+        from fedloom.reporting.search_page import PAGE, trial_rows
 
     search = carry_out_search(plan, make, options, SweepWatch(choosing=True), parallel)
     headings, rows = trial_rows(search.summary)

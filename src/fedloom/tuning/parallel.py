@@ -13,14 +13,15 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from fedloom.core.files import write_atomically
+from fedloom.core.forks import Child
 from fedloom.core.options import as_words
-from fedloom.core.processes import ChildReport, command, environment
+from fedloom.core.processes import ChildReport, environment
 from fedloom.core.words import pluralize
 from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.observer import RunObserver
@@ -139,7 +140,7 @@ def _end(jobs: Jobs, job: Job, error: FedloomError | None) -> None:
 class _Running:
     job: Job
     place: int
-    process: subprocess.Popen[bytes]
+    process: Child
     stderr: IO[bytes]
     report: Path
     metrics_bytes: int = 0
@@ -242,15 +243,10 @@ def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
     report = file.with_suffix(".jsonl")
     write_atomically(file, job.experiment.resolved_yaml().encode(), durably=False)
     stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the run is over)
-    process = subprocess.Popen(
-        command("run", str(file), *as_words(job.options)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        start_new_session=True,  # Ctrl-C reaches this process only
-        env=environment(os.environ, report, job.experiment.code, ends_with_parent=True),
+    process = Child(
+        ["run", str(file), *as_words(job.options)],
+        stderr,
+        environment(os.environ, report, job.experiment.code, ends_with_parent=True),
+        core_shares(parallel)[place],
     )
-    if share := core_shares(parallel)[place]:
-        with suppress(ProcessLookupError):  # it has already ended and reports why
-            os.sched_setaffinity(process.pid, share)
     return _Running(job, place, process, stderr, report)
