@@ -49,7 +49,6 @@ RESOURCES = {
         Resource("jobs", "Job", "batch"),
         Resource("poddisruptionbudgets", "PodDisruptionBudget", "policy"),
         Resource("workflows", "Workflow", "argoproj.io", "v1alpha1", schema=False),  # an owner that is not executed
-        Resource("experiments", "Experiment", "kubeflow.org", "v1beta1", schema=False),  # Katib's, likewise
     )
 }
 

@@ -26,7 +26,6 @@ Fedloom = Callable[..., tuple[int, str, str]]
 WITHOUT = {
     "cluster logs": "prints a pod's log as it is",
     "member schema": "prints a JSON schema",
-    "pipeline search": "prints YAML for kubectl",
     "schema": "prints a JSON schema",
     "serve": "serves until it is stopped",
     "ui": "serves until it is stopped",

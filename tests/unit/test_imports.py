@@ -71,7 +71,7 @@ ARROWS: dict[str, set[str]] = {
     "cluster": PARTS,
     "ui": {"algorithms", "engine", "federation", "reporting", "runs", "security"},
     "kubeflow": {
-        "storage", "data", "experiment", "runs", "reporting", "engine", "serving", "tuning", "trackers", "cluster",
+        "storage", "data", "experiment", "runs", "reporting", "engine", "serving", "cluster",
     },
     "cli": {*PARTS, *CAPABILITIES, "privacy", "engine", "api", "cluster", "kubeflow", "ui"},
     "templates": {"algorithms"},  # folders that users begin with

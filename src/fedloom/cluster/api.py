@@ -26,7 +26,6 @@ COLLECTIONS: Mapping[str, tuple[str, str]] = {
     "Pod": ("/api/v1", "pods"),
     "Event": ("/api/v1", "events"),
     "ConfigMap": ("/api/v1", "configmaps"),
-    "Experiment": ("/apis/kubeflow.org/v1beta1", "experiments"),  # Katib's
     "Workflow": ("/apis/argoproj.io/v1alpha1", "workflows"),  # Argo's, of a pipeline's run
 }
 NEEDED = (

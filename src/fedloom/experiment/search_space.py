@@ -1,7 +1,4 @@
-"""Grids of settings, ``key=v1,v2,...``, and spaces of hyperparameter searches, whose parameters are keys.
-
-``fedloom search`` and ``fedloom pipeline search`` read the same file.
-"""
+"""Grids of settings, ``key=v1,v2,...``, and spaces of hyperparameter searches, whose parameters are keys."""
 
 from __future__ import annotations
 

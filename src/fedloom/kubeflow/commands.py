@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fedloom.cli.options import Checkpoint, Commands, Set, Space
+from fedloom.cli.options import Checkpoint, Commands, Set
 from fedloom.cli.results import CommandResult
 from fedloom.core.files import copy_atomically, storing
 
@@ -148,45 +148,6 @@ def _submit(
         return CommandResult({"run": run, "link": api.link(run)}, f"run {run}: {api.link(run)}")
     _say(f"run {run}: {api.link(run)}")
     return _awaited(api, run)
-
-
-@app.command("search")
-def _search(
-    experiment: ExperimentFile,
-    space: Space,
-    cluster: Annotated[
-        Path, typer.Option(help="YAML file: settings of the trials' pods (docs/cluster.md).", metavar="FILE")
-    ],
-    partition: Annotated[
-        str,
-        typer.Option(
-            help="The partition that all trials use, published by `fedloom partition EXPERIMENT --out`.",
-            metavar="s3://BUCKET/PREFIX",
-        ),
-    ],
-    set_: Set = None,
-    parallel: Annotated[
-        int | None, typer.Option(help="Number of parallel trials; by default 3.", min=1, metavar="N")
-    ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Create the search on the cluster of $KUBECONFIG.")] = False,
-) -> None:
-    """Print a search as an Experiment of Katib, for `kubectl apply -f -`. A trial is a Job."""
-    from fedloom.cluster.manifests import as_documents
-    from fedloom.cluster.settings import ClusterSettings, settings_from_file
-    from fedloom.experiment.search_space import read_space
-    from fedloom.kubeflow import katib
-
-    settings = settings_from_file(ClusterSettings, cluster)
-    search = katib.plan_katib_search(_text(experiment), set_ or (), read_space(space), settings, partition, parallel)
-    objects = katib.search_objects(search)
-    if submit:
-        from fedloom.cluster.api import Api
-
-        api = Api(settings.namespace)
-        katib.submit_search(api, objects)
-        typer.echo(f"{search.title}: kubectl get -n {api.namespace} experiments.kubeflow.org,trials {search.title}")
-    else:
-        typer.echo(as_documents(objects), nl=False)
 
 
 @app.command("wait")
