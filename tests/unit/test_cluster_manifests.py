@@ -192,7 +192,7 @@ def test_workers_have_a_secret_of_their_own() -> None:
 
 
 def test_pods_mount_the_claims_of_their_storage() -> None:
-    settings = PLAIN.settings.with_claims("pvc://shared/fed/runs/x", "pvc://shared/fed", "s3://bucket/x", None)
+    settings = PLAIN.settings.with_claims("pvc://shared/fed/runs/x")
     federation = dataclasses.replace(PLAIN, settings=settings, run_url="pvc://shared/fed/runs/x")
     for job in (aggregator_job(federation), worker_job(federation)):
         kubernetes_schemas.check(job)

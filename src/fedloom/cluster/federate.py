@@ -277,7 +277,7 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
         clients_at_once=experiment.runtime.clients_at_once,
         save_every_s=experiment.runtime.save_every_s,
         # Pods may call the code that the launcher's own experiment names.
-        storage_environment=storage_environment(cluster, store.url)
+        storage_environment=_storage_environment(cluster, store.url)
         | ({FACTORIES: ",".join(experiment.code)} if experiment.code else {}),
         orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if watched else None),
     )
@@ -295,10 +295,10 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
     return run, Launcher(federation, api, say, owners=_owners(api), inside=inside, finished=finished, logs=logs)
 
 
-def storage_environment(cluster: ClusterSettings, *urls: str | None) -> dict[str, str]:
-    """Return the variables by which pods reach these stores; credentials come from a Secret."""
+def _storage_environment(cluster: ClusterSettings, url: str) -> dict[str, str]:
+    """Return the variables by which pods reach a store; credentials come from a Secret."""
     own = {} if cluster.s3_endpoint is None else {ENDPOINT: cluster.s3_endpoint}
-    return pod_environment(urls, {**os.environ, **own})
+    return pod_environment(url, {**os.environ, **own})
 
 
 def _store(experiment: Experiment, cluster: ClusterSettings) -> Store:

@@ -21,7 +21,6 @@ import yaml
 from fedloom.cluster.settings import DEFAULT_REQUESTS, OWN, AggregatorPod, ClusterSettings, Resources, TaskConfig
 from fedloom.core.processes import TELL_PARENT
 from fedloom.errors import ExitCode
-from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.security.options import TOKEN
 
 Manifest: TypeAlias = dict[str, Any]
@@ -150,21 +149,21 @@ def aggregator_job(federation: FederationSpec) -> Manifest:
     command += ["--insecure"]  # access is up to the cluster's network policies
     if f.orphan_after_s is not None:
         command += ["--orphan-after", _seconds(f.orphan_after_s)]
-    container = container_spec(s, f.storage_environment, AGGREGATOR, s.image, command, resources(s.aggregator))
+    container = _container_spec(s, f.storage_environment, AGGREGATOR, s.image, command, resources(s.aggregator))
     own = s.aggregator.env
     container["env"] = [entry for entry in container["env"] if entry["name"] not in own]
     container["env"] += [{"name": key, "value": value} for key, value in own.items()]
     if s.aggregator.env_secrets:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in s.aggregator.env_secrets]
     container |= deepcopy(COMMON["aggregator"])
-    pod = pod_spec(s, container, CHECKPOINT_GRACE_S, s.aggregator, None)
+    pod = _pod_spec(s, container, CHECKPOINT_GRACE_S, s.aggregator, None)
     spec = {
         "completions": 1,
         "parallelism": 1,
         "backoffLimit": s.retries,
         **_patience(s),
-        "podFailurePolicy": failure_policy("FailJob", AGGREGATOR),
-        "template": pod_template(s, f.labels(AGGREGATOR), pod),
+        "podFailurePolicy": _failure_policy("FailJob", AGGREGATOR),
+        "template": _pod_template(s, f.labels(AGGREGATOR), pod),
     }
     return _job(f, AGGREGATOR, spec)
 
@@ -184,7 +183,7 @@ def worker_job(federation: FederationSpec) -> Manifest:
         command += ["--clients", f"$(JOB_COMPLETION_INDEX)/{f.workers}"]
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
     image, needs = s.worker_image or s.image, resources(s.worker, gpu, task.resources)
-    container = container_spec(s, f.storage_environment, WORKER, image, command, needs)
+    container = _container_spec(s, f.storage_environment, WORKER, image, command, needs)
     of_task = {entry["name"] for entry in task.env or ()}
     container["env"] = [entry for entry in container["env"] if entry["name"] not in of_task] + [*(task.env or ())]
     container["volumeMounts"] += [*(task.volume_mounts or ())]
@@ -192,7 +191,7 @@ def worker_job(federation: FederationSpec) -> Manifest:
         tolerations=(*s.tolerations, *(task.tolerations or ())),
         node_selector={**s.node_selector, **(task.node_selector or {})},
     )
-    pod = pod_spec(s, container, WORKER_GRACE_S, placement, task.affinity or s.affinity)
+    pod = _pod_spec(s, container, WORKER_GRACE_S, placement, task.affinity or s.affinity)
     pod["volumes"] += [*(task.volumes or ())]
     if s.runtime_class is not None:
         pod["runtimeClassName"] = s.runtime_class
@@ -206,15 +205,10 @@ def worker_job(federation: FederationSpec) -> Manifest:
         "backoffLimitPerIndex": s.retries,
         "maxFailedIndexes": min(s.max_failed_workers, f.workers),
         **_patience(s),
-        "podFailurePolicy": failure_policy("FailIndex", WORKER),
-        "template": pod_template(s, f.labels(WORKER), pod),
+        "podFailurePolicy": _failure_policy("FailIndex", WORKER),
+        "template": _pod_template(s, f.labels(WORKER), pod),
     }
     return _job(f, WORKER, spec)
-
-
-def as_documents(objects: Sequence[Manifest]) -> str:
-    """Return objects as a YAML file for ``kubectl apply -f``."""
-    return "---\n".join(as_yaml_document(json.loads(json.dumps(one)), blocks=True) for one in objects)
 
 
 def completed(
@@ -307,14 +301,14 @@ def _patience(settings: ClusterSettings) -> Manifest:
     }
 
 
-def failure_policy(action: str, container: str, codes: Sequence[int] = UNRETRIED) -> Manifest:
-    """Return a Job's policy that takes an action at these exit codes of a container, and ignores disruptions."""
-    exits = {"containerName": container, "operator": "In", "values": [*codes]}
+def _failure_policy(action: str, container: str) -> Manifest:
+    """Return a Job's policy that takes an action at the codes of ``UNRETRIED``, and ignores disruptions."""
+    exits = {"containerName": container, "operator": "In", "values": [*UNRETRIED]}
     disruption = [{"type": "DisruptionTarget", "status": "True"}]
     return {"rules": [{"action": action, "onExitCodes": exits}, {"action": "Ignore", "onPodConditions": disruption}]}
 
 
-def pod_template(settings: ClusterSettings, labels: Mapping[str, str], pod: Manifest) -> Manifest:
+def _pod_template(settings: ClusterSettings, labels: Mapping[str, str], pod: Manifest) -> Manifest:
     """Return a Job's template of a pod, which gets a sidecar of Istio only if the settings request it.
 
     A sidecar that is not a native one keeps a Job from ending, and breaks calls before it is ready.
@@ -324,7 +318,7 @@ def pod_template(settings: ClusterSettings, labels: Mapping[str, str], pod: Mani
     return {"metadata": metadata, "spec": pod}
 
 
-def pod_spec(
+def _pod_spec(
     settings: ClusterSettings, container: Manifest, grace_s: int, placement: AggregatorPod, affinity: Manifest | None
 ) -> Manifest:
     """Return the ``spec`` of a pod with one container, without privileges or a service account token."""
@@ -342,7 +336,7 @@ def pod_spec(
     return {**spec, **added, **{key: value for key, value in optional.items() if value}}
 
 
-def container_spec(
+def _container_spec(
     s: ClusterSettings,
     storage_environment: Mapping[str, str],
     name: str,

@@ -232,10 +232,10 @@ class ClusterSettings(Settings):
         """
         return _read(cls, text or "{}", source)
 
-    def with_claims(self, *urls: str | None) -> Self:
-        """Return settings whose pods mount the PersistentVolumeClaims of these locations (``pvc://CLAIM/PATH``)."""
+    def with_claims(self, url: str) -> Self:
+        """Return settings whose pods mount the PersistentVolumeClaim of a location (``pvc://CLAIM/PATH``)."""
         mounted = {mount.get("mountPath") for mount in self.volume_mounts}
-        claims = [(claim, path) for claim, path in claims_of(urls).items() if path not in mounted]
+        claims = [(claim, path) for claim, path in claims_of([url]).items() if path not in mounted]
         if not claims:
             return self
         volumes = [

@@ -29,17 +29,6 @@ class _Dumper(yaml.SafeDumper):
     """Dumper that quotes text that some version of YAML would read as another type."""
 
 
-class _BlockDumper(_Dumper):
-    """Dumper that writes text of several lines as a block."""
-
-
-def _block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_BlockDumper.add_representer(str, _block)
-
-
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))"
     r"|\.(?:nan|NaN|NAN))$"
@@ -160,10 +149,9 @@ def _locate(
             _locate(item, inner, origins, twice, visited)
 
 
-def as_yaml_document(value: Any, *, blocks: bool = False) -> str:
-    """Return a value as a YAML file: one key per line, in their given order; text of several lines as ``blocks``."""
-    dumper = _BlockDumper if blocks else _Dumper
-    return str(yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True))
+def as_yaml_document(value: Any) -> str:
+    """Return a value as a YAML file: one key per line, in their given order."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def as_yaml(value: Any) -> str:

@@ -127,10 +127,10 @@ def location_of(url: str | Path) -> Location | None:
         raise ExperimentError(f"{url} is not a valid storage location: {error}.", found=str(url)) from None
 
 
-def pod_environment(urls: Iterable[str | None], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which pods reach these locations; credentials come from a Secret."""
-    locations = (location_of(url) for url in urls if url)
-    return {key: text for place in locations if place for key, text in place.pod_environment(environment).items()}
+def pod_environment(url: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which pods reach a location; credentials come from a Secret."""
+    location = location_of(url)
+    return {} if location is None else location.pod_environment(environment)
 
 
 def claims_of(urls: Iterable[str | None]) -> dict[str, str]:
