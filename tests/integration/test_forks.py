@@ -107,3 +107,12 @@ def test_workers_of_a_command_are_forks_and_are_replaced_by_forks(tmp_path: Path
             until(lambda known=known: (run / "journal.jsonl").exists() and rounds(run) > known + 1, "rounds")
             os.kill(pid, signal.SIGKILL)
             until(lambda pid=pid: worker(process, "worker-1") not in (None, pid), "another worker")
+
+
+@pytest.mark.slow
+def test_a_run_with_closed_standard_files_trains(tmp_path: Path, fashion_mnist_root: Path) -> None:
+    path = experiment(tmp_path, fashion_mnist_root, runtime={"workers": 1})
+    command = [sys.executable, "-m", "fedloom", "run", str(path), "--out", str(tmp_path / "run")]
+    shell = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
+    assert subprocess.run([*shell, *command], env=ENVIRONMENT, timeout=WAIT_S).returncode == 0
+    assert rounds(tmp_path / "run") == 4

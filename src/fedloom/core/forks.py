@@ -103,7 +103,7 @@ def _threads() -> int:
 def _leave_copy() -> None:
     global _copy
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for file in (sys.stdout, sys.stderr):
+    for file in filter(None, (sys.stdout, sys.stderr)):  # None for one that is closed
         file.flush()
     pid = os.fork()
     if pid == 0:
