@@ -171,7 +171,7 @@ def options(
     shown = logging.StreamHandler()
     as_json = log_format == "json"
     shown.setFormatter(JsonLines() if as_json else _Printable("%(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(handlers=[shown], force=True)  # a fork has its parent's
+    logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
     if not verbose:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of each request made again
@@ -189,6 +189,7 @@ def main() -> NoReturn:
             _main()
         except Forked as fork:
             sys.argv[1:] = fork.words
+            logging.getLogger().handlers.clear()  # the parent's format
 
 
 def _main() -> NoReturn:
