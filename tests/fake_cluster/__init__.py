@@ -92,7 +92,7 @@ class FakeCluster:
         self._network = Network()
         self._store = Store()
         plenty = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "1Ti"}
-        self.node = Scheduler(self._store, {**plenty, **(capacity or {})})
+        self.node = Scheduler(self._store, {**plenty, **(capacity or {})}, self.root / "claims")
         """Its ``capacity`` may be changed while the cluster runs."""
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(environment or {})}
         self.kubelet = Kubelet(

@@ -3,7 +3,7 @@
 Written from ``pkg/registry/core/pod/storage/eviction.go`` (which evictions are checked) and
 ``pkg/controller/disruption`` of kubernetes/kubernetes (how many pods are expected and healthy). There the owner of the
 pods says how many are expected. No StatefulSet or Deployment runs here, so a budget expects as many pods as it has had
-at once.
+at once. A Job does not say it: its pods can only be evicted under a budget whose ``minAvailable`` is a number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from fake_cluster.resources import RESOURCES
-from fake_cluster.store import ApiError, Object, Store
+from fake_cluster.store import ApiError, Object, Store, now
 
 PODS, BUDGETS = RESOURCES["pods"], RESOURCES["poddisruptionbudgets"]
 
@@ -25,10 +25,21 @@ class Disruptions:
         self._expected: dict[str, int] = {}
 
     def tick(self) -> None:
-        """Count the pods that each budget expects."""
+        """Count the pods that each budget expects, and tell in its status whether one of them may be evicted."""
         for budget in self._store.list(BUDGETS)[0]:
-            uid = budget["metadata"]["uid"]
-            self._expected[uid] = max(self._expected.get(uid, 0), len(self._pods(budget)))
+            meta, pods = budget["metadata"], self._pods(budget)
+            self._expected[meta["uid"]] = max(self._expected.get(meta["uid"], 0), len(pods))
+            reason = "SufficientPods" if self._allows(budget, pods) else "InsufficientPods"
+            reason = "SyncFailed" if is_uncountable(budget, pods) else reason
+            before = (budget.get("status") or {}).get("conditions") or [{}]
+            if before[0].get("reason") != reason:
+                status = str(reason == "SufficientPods")
+                made = {"type": "DisruptionAllowed", "status": status, "reason": reason, "message": ""}
+                made["lastTransitionTime"] = now()
+                self._store.modify(
+                    BUDGETS, meta["namespace"], meta["name"],
+                    lambda found, made=made: found.update(status={"conditions": [made]}),
+                )  # fmt: skip
 
     def check(self, pod: Object) -> None:
         """Refuse an eviction that a budget does not allow now.
@@ -40,7 +51,6 @@ class Disruptions:
         """
         if pod["status"]["phase"] != "Running" or "deletionTimestamp" in pod["metadata"]:
             return
-        self.tick()
         budgets = [
             budget
             for budget in self._store.list(BUDGETS, pod["metadata"]["namespace"])[0]
@@ -54,16 +64,21 @@ class Disruptions:
         for budget in budgets:
             if not is_healthy(pod) and budget["spec"].get("unhealthyPodEvictionPolicy") == "AlwaysAllow":
                 continue
-            expected = self._expected.get(budget["metadata"]["uid"], 0)
-            healthy = sum(map(is_healthy, self._pods(budget)))
-            if "minAvailable" in budget["spec"]:
-                least = amount(budget["spec"]["minAvailable"], expected)
-            else:
-                least = expected - amount(budget["spec"].get("maxUnavailable", 0), expected)
-            if healthy <= least:
+            if not self._allows(budget, self._pods(budget)):
                 raise ApiError(
                     429, "TooManyRequests", "Cannot evict pod as it would violate the pod's disruption budget."
                 )
+
+    def _allows(self, budget: Object, pods: list[Object]) -> bool:
+        """Return True if one of a budget's pods may be evicted."""
+        expected = self._expected.get(budget["metadata"]["uid"])
+        if expected is None or is_uncountable(budget, pods):  # its controller has not seen it yet, or cannot count
+            return False
+        if "minAvailable" in budget["spec"]:
+            least = amount(budget["spec"]["minAvailable"], expected)
+        else:
+            least = expected - amount(budget["spec"].get("maxUnavailable", 0), expected)
+        return sum(map(is_healthy, pods)) > least
 
     def _pods(self, budget: Object) -> list[Object]:
         labels = (budget["spec"].get("selector") or {}).get("matchLabels") or {}
@@ -74,6 +89,13 @@ class Disruptions:
             and pod["status"]["phase"] in ("Pending", "Running")
             and "deletionTimestamp" not in pod["metadata"]
         ]
+
+
+def is_uncountable(budget: Object, pods: list[Object]) -> bool:
+    """Return True if a budget depends on the number of pods that a Job expects."""
+    owners = [owner for pod in pods for owner in pod["metadata"].get("ownerReferences", [])]
+    is_of_job = any(owner["kind"] == "Job" and owner.get("controller") for owner in owners)
+    return is_of_job and not isinstance(budget["spec"].get("minAvailable"), int)
 
 
 def is_healthy(pod: Object) -> bool:

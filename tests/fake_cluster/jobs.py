@@ -299,14 +299,14 @@ def index_of(pod: Object) -> int | None:
 
 
 def ranges(indexes: Iterable[int | None]) -> str:
-    """Format ``{0, 1, 2, 5}`` as ``0-2,5``."""
+    """Format ``{0, 1, 2, 4, 5}`` as ``0-2,4,5`` (``pkg/controller/job/indexed_job_utils.go``: a range has three)."""
     parts: list[list[int]] = []
     for index in sorted(i for i in indexes if i is not None):
         if parts and parts[-1][-1] == index - 1:
             parts[-1] = [parts[-1][0], index]
         else:
             parts.append([index])
-    return ",".join("-".join(map(str, part)) for part in parts)
+    return ",".join(("-" if part[-1] - part[0] > 1 else ",").join(map(str, part)) for part in parts)
 
 
 def _condition(kind: str, status: str, reason: str, message: str) -> Object:

@@ -52,10 +52,12 @@ class Scheduler:
     ----------
     capacity
         Resource -> quantity of the node.
+    claims
+        Folder of the PersistentVolumeClaims.
     """
 
-    def __init__(self, store: Store, capacity: Mapping[str, str]) -> None:
-        self._store = store
+    def __init__(self, store: Store, capacity: Mapping[str, str], claims: Path) -> None:
+        self._store, self._claims = store, claims
         self.capacity = dict(capacity)
 
     def tick(self) -> None:
@@ -75,10 +77,14 @@ class Scheduler:
                 for kind, amount in wanted.items()
                 if used.get(kind, 0.0) + amount > quantity(self.capacity.get(kind, "0"))
             ]
-            if lacking:
+            absent = [name for name in claims(pod) if not (self._claims / name).is_dir()]
+            if absent:
+                message = f'0/1 nodes are available: persistentvolumeclaim "{absent[0]}" not found. not found'
+                self._condition(pod, "False", "Unschedulable", message)
+            elif lacking:
                 message = (
-                    f"0/1 nodes are available: {', '.join(lacking)}. preemption: 0/1 nodes are available: "
-                    "1 No preemption victims found for incoming pod."
+                    f"0/1 nodes are available: {', '.join(lacking)}. no new claims to deallocate, preemption: "
+                    "0/1 nodes are available: 1 No preemption victims found for incoming pod."
                 )
                 self._condition(pod, "False", "Unschedulable", message)
             else:
@@ -483,8 +489,6 @@ class Container:
     def _claim(self, name: str) -> Path:
         """Return the folder of a claim, shared by all pods; programs find it by its name, as below ``/mnt/claims``."""
         shared, mounted = self.run.kubelet.claims / name, self.run.folder / "claims" / name
-        if not shared.is_dir():
-            raise Waiting("ContainerCreating", f'persistentvolumeclaim "{name}" not found', "FailedScheduling")
         if not mounted.exists():
             mounted.parent.mkdir(parents=True, exist_ok=True)
             mounted.symlink_to(shared)
@@ -598,6 +602,12 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     return re.sub(
         r"\$(\$|\(([^)]*)\))", lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]), text
     )
+
+
+def claims(pod: Object) -> list[str]:
+    """Return the names of the PersistentVolumeClaims that a pod mounts."""
+    volumes = pod["spec"].get("volumes") or []
+    return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume]
 
 
 def requests(pod: Object) -> dict[str, float]:

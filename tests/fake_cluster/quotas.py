@@ -42,20 +42,22 @@ class Quotas:
         Raises
         ------
         ApiError
-            422, with the message of the API, if a container requests more.
+            422, with the message of the API, if a container requests more; one line names all of its errors.
         """
+        wrong = []
         for i, container in enumerate(pod["spec"]["containers"]):
             resources = container.setdefault("resources", {})
             limits = {**self.default_limits, **(resources.get("limits") or {})}
             resources.update({"limits": limits} if limits else {})
             for kind, asked in (resources.get("requests") or {}).items():
                 if kind in limits and quantity(asked) > quantity(limits[kind]):
-                    raise ApiError(
-                        422,
-                        "Invalid",
-                        f'Pod "{pod["metadata"]["name"]}" is invalid: spec.containers[{i}].resources.requests: Invalid '
-                        f'value: "{asked}": must be less than or equal to {kind} limit of {limits[kind]}',
+                    wrong.append(
+                        f'spec.containers[{i}].resources.requests: Invalid value: "{asked}": must be less than or '
+                        f"equal to {kind} limit of {limits[kind]}"
                     )
+        if wrong:
+            errors = f"[{', '.join(wrong)}]" if len(wrong) > 1 else wrong[0]
+            raise ApiError(422, "Invalid", f'Pod "{pod["metadata"]["name"]}" is invalid: {errors}')
 
     def charge(self, resource: Resource, item: Object) -> None:
         """Charge every quota for an object, whether it can then be created or not.

@@ -61,8 +61,8 @@ class Invalid(Exception):
         self.code = code
 
 
-def admit(resource: Resource, namespace: str, given: Object) -> Object:
-    """Validate a new object and fill in the API's defaults.
+def admit(resource: Resource, namespace: str, given: Object, *, strict: bool = False) -> Object:
+    """Validate a new object and fill in the API's defaults; unknown fields are dropped, or with ``strict`` refused.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def admit(resource: Resource, namespace: str, given: Object) -> Object:
     meta = given.setdefault("metadata", {})
     if resource.namespaced and meta.setdefault("namespace", namespace) != namespace:
         raise Invalid(400, "the namespace of the provided object does not match the namespace sent on the request")
-    validate(resource, given)
+    validate(resource, given, strict=strict)
     if resource.kind == "Job":
         _fill_job(given)
     elif resource.kind == "Pod":
@@ -87,22 +87,34 @@ def admit(resource: Resource, namespace: str, given: Object) -> Object:
     return given
 
 
-def validate(resource: Resource, item: Object) -> None:
+def validate(resource: Resource, item: Object, *, strict: bool) -> None:
     """Check an object against the schema of Kubernetes (rules between fields: tests/unit/test_cluster_manifests.py).
+
+    A wrong type is refused when the object is decoded (400), a wrong value when it is validated (422).
 
     Raises
     ------
     Invalid
         Naming the field, as the API does.
     """
-    meta, wrong = item["metadata"], []
+    meta, wrong, unknown = item["metadata"], [], []
     rule = DNS_LABEL if resource.kind == "Service" else SUBDOMAIN
     if not rule.fullmatch(meta.get("name", "")):
         wrong.append(f'metadata.name: Invalid value: "{meta.get("name", "")}": must be a DNS name')
     if resource.schema:
+        undecodable = f'{resource.kind} in version "{resource.version}" cannot be handled as a {resource.kind}: '
         for error in kubernetes_schemas.faults(item, VERSION):
             where = ".".join(str(part) for part in error.path)
-            wrong.append(f"{where or resource.kind}: {error.message}")
+            if error.validator == "type":
+                raise Invalid(400, f"{undecodable}json: cannot unmarshal into field {where}: {error.message}")
+            if error.validator == "additionalProperties":
+                for name in error.instance.keys() - error.schema["properties"].keys():
+                    unknown.append(f'unknown field "{f"{where}.{name}".lstrip(".")}"')
+                    del error.instance[name]
+            else:
+                wrong.append(f"{where or resource.kind}: {error.message}")
+        if unknown and strict:
+            raise Invalid(400, f"{undecodable}strict decoding error: {', '.join(sorted(unknown))}")
     if wrong:
         named = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
         raise Invalid(422, f'{named} "{meta.get("name", "")}" is invalid: {", ".join(wrong)}')

@@ -227,7 +227,8 @@ class Api:
             namespace = self.store.get(RESOURCES["namespaces"], "", request.namespace)
             if "deletionTimestamp" in namespace["metadata"]:
                 raise ApiError(403, "Forbidden", self._terminating(request))
-        made = admit(request.resource, request.namespace, request.body)
+        strict = request.query.get("fieldValidation") == "Strict"
+        made = admit(request.resource, request.namespace, request.body, strict=strict)
         self.quotas.charge(request.resource, made)
         if request.resource.kind == "Service":
             made["spec"]["clusterIP"] = self.network.address()
@@ -290,6 +291,8 @@ class Api:
     def _log(self, request: Request) -> Iterator[bytes] | str:
         pod = self.store.get(*self._named(request))
         name, query = pod["metadata"]["name"], request.query
+        if not pod["spec"].get("nodeName"):  # pkg/registry/core/pod/strategy.go: there is no kubelet to ask
+            return ""
         waiting = ApiError(
             400,
             "BadRequest",

@@ -177,7 +177,7 @@ def test_an_index_is_retried_independently(cluster: Cluster) -> None:
     )  # fmt: skip
     status = cluster.ended("job")
     assert last(status) == ("Failed", "FailedIndexes", "Job has failed indexes")
-    assert (status.completed_indexes, status.failed_indexes) == ("0", "1-2")
+    assert (status.completed_indexes, status.failed_indexes) == ("0", "1,2")
     tries = [pod.metadata.annotations["batch.kubernetes.io/job-completion-index"] for pod in cluster.pods("job")]
     assert sorted(tries) == ["0", "1", "1", "2"]  # index 1 again, index 2 not, because of its exit code
     assert (status.succeeded, status.failed, status.active) == (1, 3, None)
@@ -187,10 +187,16 @@ def test_a_disruption_budget_refuses_evictions_until_the_replacement_is_ready(cl
     slow = f"trap 'sleep 3; exit 1' TERM; {LOOP}"
     cluster.job("served", slow, spec={"completions": 2, "parallelism": 2, "podReplacementPolicy": "Failed"})
     first, second = cluster.running("served", 2)
-    labels = {"batch.kubernetes.io/job-name": "served"}
-    spec = {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": {"matchLabels": labels}}
+    selector = {"matchLabels": {"batch.kubernetes.io/job-name": "served"}}
     policy = client.PolicyV1Api(cluster.core.api_client)
-    policy.create_namespaced_pod_disruption_budget(NS, {"metadata": {"name": "one"}, "spec": spec, **BUDGET})
+
+    def allow(**rule: Any) -> None:
+        spec = {**rule, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
+        policy.create_namespaced_pod_disruption_budget(NS, {"metadata": {"name": "one"}, "spec": spec, **BUDGET})
+
+    def reason() -> str:
+        (budget,) = cluster.fake.objects("poddisruptionbudgets")
+        return str((budget.get("status") or {}).get("conditions", [{}])[0].get("reason", ""))
 
     def evict(pod: str) -> int:
         try:
@@ -200,6 +206,13 @@ def test_a_disruption_budget_refuses_evictions_until_the_replacement_is_ready(cl
             return int(error.status)
         return 201
 
+    for uncounted in ({"maxUnavailable": 1}, {"minAvailable": "50%"}):  # a Job does not say how many pods are expected
+        allow(**uncounted)
+        until(lambda: reason() == "SyncFailed", "its controller cannot count", 60)
+        assert evict(first) == 429
+        policy.delete_namespaced_pod_disruption_budget("one", NS)
+    allow(minAvailable=1)
+    until(lambda: reason() == "SufficientPods", "its controller has counted", 60)
     assert evict(first) == 201
     assert evict(second) == 429
     until(lambda: evict(second) == 201, "the first is replaced", 60)
@@ -321,6 +334,11 @@ def test_pods_that_cannot_start_give_the_reason(cluster: Cluster) -> None:
     cluster.job("secret", "true", env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "none", "key": "A"}}}])
     cluster.job("program", "", command=["no-such-program"])
     cluster.job("gpu", "true", resources={"limits": {"nvidia.com/gpu": "1"}})
+    cluster.job("claim", "true", volumes=[{"name": "kept", "persistentVolumeClaim": {"claimName": "none"}}])
+    until(lambda: cluster.pods("claim")[0].status.conditions, "the scheduler's words", 60)
+    (scheduled,) = cluster.pods("claim")[0].status.conditions
+    assert (scheduled.status, scheduled.reason) == ("False", "Unschedulable")
+    assert 'persistentvolumeclaim "none" not found' in scheduled.message
     until(lambda: cluster.waiting("image")[0] == "ImagePullBackOff", "ImagePullBackOff", 60)
     assert "registry.example/none:1" in cluster.waiting("image")[1]
     until(lambda: cluster.waiting("secret")[0], "a reason", 60)
@@ -330,6 +348,7 @@ def test_pods_that_cannot_start_give_the_reason(cluster: Cluster) -> None:
     (scheduled,) = pod.status.conditions
     assert (scheduled.status, scheduled.reason) == ("False", "Unschedulable")
     assert scheduled.message.startswith("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+    assert cluster.core.read_namespaced_pod_log(pod.metadata.name, NS) == ""
     events = cluster.core.list_namespaced_event(NS, field_selector=f"involvedObject.name={pod.metadata.name}").items
     assert [(event.reason, event.message) for event in events] == [("FailedScheduling", scheduled.message)]
     assert cluster.pods("program")[0].status.container_statuses[0].state.terminated.exit_code == 128
@@ -347,6 +366,15 @@ def test_requests_that_are_rejected(cluster: Cluster, tmp_path: Path) -> None:
     cluster.fake.fail("create", "jobs", 403, "Forbidden", "exceeded quota: small")
     assert "exceeded quota" in refused(403, lambda: cluster.job("other", "true"))
     cluster.job("other", "true")
+    misspelled = manifest("misspelled", "true", spec={"completion": 1})
+    made = cluster.batch.create_namespaced_job(NS, misspelled)  # the field is dropped
+    assert made.spec.completions == 1
+    misspelled["metadata"]["name"] = "again"
+    output = refused(400, lambda: cluster.batch.create_namespaced_job(NS, misspelled, field_validation="Strict"))
+    assert 'strict decoding error: unknown field \\"spec.completion\\"' in output
+    output = refused(400, lambda: cluster.job("typed", "true", spec={"completions": "two"}))
+    assert 'Job in version \\"v1\\" cannot be handled as a Job: json: cannot unmarshal' in output
+    assert "spec.completions" in output
     rules = [{"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]}]
     launcher = Cluster(cluster.fake, cluster.fake.kubeconfig_for(rules))
     assert launcher.status("job")
