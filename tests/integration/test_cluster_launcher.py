@@ -353,11 +353,19 @@ PENDING = [
         ExperimentError,
         ["FailedMount", "ca"],
     ),
+    (
+        {
+            "volumes": ({"name": "kept", "persistentVolumeClaim": {"claimName": "kept"}},),
+            "volume_mounts": ({"name": "kept", "mountPath": "/kept"},),
+        },
+        ExperimentError,
+        ['persistentvolumeclaim "kept" not found'],
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "words"), PENDING, ids=["image", "worker-image", "secret", "gpu", "volume"]
+    ("changes", "kind", "words"), PENDING, ids=["image", "worker-image", "secret", "gpu", "volume", "claim"]
 )
 def test_pods_that_cannot_start_are_reported(
     world: World, changes: dict[str, Any], kind: type[FedloomError], words: list[str]
@@ -574,14 +582,15 @@ def test_a_launcher_removes_only_objects_that_it_created_or_adopted(
         ("limits.memory", "1Gi", ["Job", "Service", "Job"], ["few", "cluster.aggregator.limits.memory"]),
         ("requests.memory", "2Gi", ["Job", "Service", "Job"], ["few", "cluster.worker.requests.memory"]),
         ("default", "512Mi", ["Job", "Service", "Job"],  # below our requests
-         ["512Mi", "cluster.aggregator.limits.memory", "cluster.aggregator.requests.memory", "limitrange"]),
+         ["512Mi", "cluster.aggregator.limits.memory", "cluster.aggregator.requests.memory",
+          "cluster.aggregator.limits.cpu", "cluster.aggregator.requests.cpu", "limitrange"]),
     ],
 )  # fmt: skip
 def test_an_exceeded_quota_exits_with_4_and_names_the_setting(
     world: World, kind: str, hard: str, created: list[str], words: list[str]
 ) -> None:
     if kind == "default":
-        world.cluster.add_limit_range(memory=hard)
+        world.cluster.add_limit_range(memory=hard, cpu="100m")
     else:
         world.cluster.add_quota("few", **{kind: hard})
     world.program(aggregator="exec sleep 60")
@@ -595,9 +604,36 @@ def test_an_exceeded_quota_exits_with_4_and_names_the_setting(
     assert world.nothing_left()
 
 
-def test_a_manifest_rejected_by_the_api_is_reported(world: World) -> None:
-    bad = world.federation(tolerations=({"tolerationSeconds": "soon"},))
-    with pytest.raises(ExperimentError, match="tolerationSeconds"):
+POLICY = "ValidatingAdmissionPolicy 'team' with binding 'team-here' denied request: failed expression: false"
+HOOK = 'admission webhook "team" denied the request: no label team'
+UNCALLED = 'failed calling webhook "team": failed to call webhook: Post "https://policy/x": connection refused'
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "message"),
+    [
+        (422, "Invalid", f'jobs.batch "x" is forbidden: {POLICY}'),
+        (401, "", HOOK),
+        (500, "", HOOK),
+        (500, "InternalError", f"Internal error occurred: {UNCALLED}"),
+    ],
+)
+def test_a_refusal_by_an_operators_policy_exits_with_4_and_names_it(
+    world: World, code: int, reason: str, message: str
+) -> None:
+    """A webhook's own status code is that of the answer (apiserver/pkg/admission/plugin/webhook/errors)."""
+    world.cluster.fail("create", "jobs", code, reason, message, times=99)
+    with pytest.raises(RefusedError, match=r"ask the operator of team\Z") as error:
+        world.launcher().run()
+    assert type(error.value) is RefusedError
+    assert message in str(error.value)
+    assert not any("allowed this before" in line for line in world.said)
+
+
+@pytest.mark.parametrize("field", ["tolerationSeconds", "keey"])
+def test_a_manifest_rejected_by_the_api_is_reported(world: World, field: str) -> None:
+    bad = world.federation(tolerations=({"operator": "Exists", field: "soon"},))
+    with pytest.raises(ExperimentError, match=field):
         world.launcher(bad).run()
 
 

@@ -209,6 +209,11 @@ class Watched:
         (waiting("CreateContainerConfigError"), Verdict.FAIL),
         (waiting("CreateContainerError"), Verdict.FAIL),
         (unscheduled(), Verdict.WAIT),
+        (unscheduled(message='0/1 nodes are available: persistentvolumeclaim "c" not found. not found'), Verdict.FAIL),
+        (
+            unscheduled(message="0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."),
+            Verdict.WAIT,
+        ),
         (unscheduled("SchedulingGated"), Verdict.START),
     ],
 )

@@ -110,8 +110,9 @@ class Api:
         return own
 
     def create(self, manifest: Manifest) -> Manifest | None:
-        """Create an object and return it; None if its name is taken."""
-        object: Manifest | None = self._call("POST", self._path(manifest["kind"]), body=manifest, tolerated=(409,))
+        """Create an object without unknown fields and return it; None if its name is taken."""
+        path, strict = self._path(manifest["kind"]), [("fieldValidation", "Strict")]
+        object: Manifest | None = self._call("POST", path, query=strict, body=manifest, tolerated=(409,))
         return object
 
     def read(self, kind: str, name: str) -> Manifest | None:
@@ -242,32 +243,31 @@ class Api:
         until, right = time.monotonic() + self.patience_s, _right(method, path)
         pause_s = 0.25
         while True:
-            refusal: FedloomError | None = None
+            refusal, is_lost = None, False
             try:
                 response = self._once(method, path, query, body, read_s=READ_S)
                 self._allowed.add(right)
                 self._lost = False
                 return response.data.decode(errors="replace") if text else parsed_json(response.data)
             except self._exceptions as error:
-                if error.status not in PASSING:  # 0 means a rejected certificate
-                    is_lost = self._has_lost(right, error)
-                    if error.status in tolerated and not is_lost:
-                        return None
-                    refusal = self._failure(error, f"{method} {path}")
-                    if not is_lost:
-                        raise refusal from error
-                    if error.status == 401:
-                        with suppress(FedloomError):  # the user may have logged in again
-                            self._connect()
+                is_lost = self._has_lost(right, error)
+                if error.status in tolerated and not is_lost:
+                    return None
+                refusal = self._failure(error, f"{method} {path}")
+                if error.status not in PASSING and not is_lost:  # 0 means a rejected certificate
+                    raise refusal from error
+                if error.status == 401:
+                    with suppress(FedloomError):  # the user may have logged in again
+                        self._connect()
                 problem = f"answers {error.status} {_message(error)}"
             except (HTTPError, OSError, ValueError) as error:
                 problem = f"cannot be reached: {_innermost(error)}"
-            if refusal is not None and not self._lost:
+            if is_lost and not self._lost:
                 self._lost = True
                 self._say(f"the Kubernetes API at {self.server} {problem}; it has allowed this before: trying again")
             if time.monotonic() + pause_s > until:
-                if refusal is not None:
-                    raise LostRights(refusal.message, hint=refusal.hint)
+                if refusal is not None and (is_lost or diagnose_refusal(problem)):
+                    raise LostRights(refusal.message, hint=refusal.hint) if is_lost else refusal
                 raise Unreachable(
                     f"the Kubernetes API at {self.server} {problem}",
                     hint="check KUBECONFIG, the network and the cluster; then start again with the same run id",
@@ -279,9 +279,8 @@ class Api:
         """Return True if a request failed for want of a right that these credentials have had."""
         if error.status in (400, 404, 409, 422):  # the request was allowed
             self._allowed.add(right)
-        if error.status == 401:
-            return bool(self._allowed)
-        return error.status == 403 and right in self._allowed and diagnose_refusal(_message(error)) is None
+        is_known = bool(self._allowed) if error.status == 401 else error.status == 403 and right in self._allowed
+        return is_known and diagnose_refusal(_message(error)) is None
 
     def _lines(self, path: str, query: Sequence[tuple[str, str]], read_s: float | None) -> Generator[str, None, None]:
         """Yield the lines of an answer as they arrive."""
@@ -321,7 +320,8 @@ class Api:
 
     def _failure(self, error: Any, action: str) -> FedloomError:
         message, status = _message(error), error.status
-        if status == 401:
+        refusal = None if status in (404, 409) else diagnose_refusal(message)
+        if status == 401 and refusal is None:
             return RefusedError(
                 f"the Kubernetes API at {self.server} does not accept these credentials: {message}",
                 hint="log in again, or set KUBECONFIG to a valid kubeconfig",
@@ -334,7 +334,6 @@ class Api:
             409: (ExperimentError, None),
             422: invalid,
         }
-        refusal = None if status in (404, 409) else diagnose_refusal(message)
         kind, hint = refusal or kinds.get(status) or (RefusedError, None)
         is_known = refusal or status in kinds
         text = message if is_known else f"{action}: {status} {message}"

@@ -18,14 +18,14 @@ REFUSALS: Sequence[tuple[str, type[FedloomError], str]] = (
     (r"exceeded quota: (?P<what>[^\s,]+)(?:, requested: (?P<requested>.+?), used: )?", RefusedError,
      "request less ({settings}), or have the quota raised: kubectl describe quota {what}"),
     # A LimitRange sets the limit before the API server validates the pod.
-    (r'Pod "[^"]*" is invalid: .*must be less than or equal to (?P<requested>[a-z0-9./-]+) limit', RefusedError,
+    (r'Pod "[^"]*" is invalid: (?P<requested>.*must be less than or equal to \S+ limit)', RefusedError,
      "set {limits}, or lower {settings}: a LimitRange has a lower limit: kubectl describe limitrange"),
-    (r'admission webhook "(?P<what>[^"]+)" denied the request', RefusedError,
+    (r'(?:webhook|ValidatingAdmissionPolicy) ["\'](?P<what>[^"\']+)["\']', RefusedError,
      "change the cluster setting named above, or ask the operator of {what}"),
     ("violates PodSecurity", RefusedError, "change the cluster setting named above, or cluster.namespace"),
     ("no PriorityClass with name", ExperimentError, "change cluster.priority_class: kubectl get priorityclasses"),
-    ("error looking up service account", ExperimentError,
-     "change cluster.service_account: kubectl get serviceaccounts"),
+    ("looking up service account", ExperimentError, "change cluster.service_account: kubectl get serviceaccounts"),
+    ("pod rejected: RuntimeClass", ExperimentError, "change cluster.runtime_class: kubectl get runtimeclasses"),
     (" per Container | per Pod |limit to request ratio", RefusedError,
      "change {settings}: kubectl describe limitrange"),
     # A missing right is not a refusal of the request's content.
@@ -35,7 +35,7 @@ REFUSALS: Sequence[tuple[str, type[FedloomError], str]] = (
 """Refusals by admission controllers: pattern of the message, error class, and remedy."""
 
 NEEDED = re.compile(r"([a-z0-9./-]+(?:,[a-z0-9./-]+)*) for: ([a-z0-9-]+(?:,[a-z0-9-]+)*)")
-REQUESTED = re.compile(r"(?:^|,)([a-z0-9./-]+)(?:=|$)")
+REQUESTED = re.compile(r"(?:^|,|equal to )([a-z0-9./-]+)(?:=|$| limit)")
 COUNTED = {
     "jobs.batch": "fewer federations at once",
     "services": "fewer federations at once",
@@ -149,9 +149,10 @@ def diagnose(pod: Mapping[str, Any]) -> Diagnosis | None:
             return Diagnosis(Verdict.FAIL, reason, message.removeprefix(": "))
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            reason = condition.get("reason", "Unschedulable")
-            verdict = Verdict.START if reason == GATED else Verdict.WAIT  # a queue holds the pod and will release it
-            return Diagnosis(verdict, reason, condition.get("message", ""))
+            reason, message = condition.get("reason", "Unschedulable"), condition.get("message", "")
+            verdict = Verdict.FAIL if re.search('persistentvolumeclaim "[^"]+" not found', message) else Verdict.WAIT
+            # A queue holds a gated pod and will release it.
+            return Diagnosis(Verdict.START if reason == GATED else verdict, reason, message)
     return Diagnosis(Verdict.START, "", "")
 
 
