@@ -101,7 +101,7 @@ site: setup ## build the documentation as a site, in build/site; a warning is an
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)
-	@for name in local_training module_model aggregator_overhead registered_clients serving scale resume flower; do \
+	@for name in start local_training module_model aggregator_overhead registered_clients serving scale resume flower; do \
 		echo "research/benchmarks/$$name.py"; $(BIN)/python research/benchmarks/$$name.py || exit; echo; \
 	done
 

@@ -144,7 +144,7 @@ def main() -> None:
     print(f"two workers against one, cohort of 6: {statistics.median(pairs):.2f}x", end="; ")
     print(f"two bare loops at once against one: {statistics.median(bounds):.2f}x")
     one = last["1 worker, cohort 5"]
-    print(f"import torch once: {torch_s:.1f} s; ready to train after {one['ready_s']} s (both imports included)")
+    print(f"import torch once: {torch_s:.1f} s; ready to train {one['ready_s']} s after the imports")
     print(f"evaluating 100 clients: {one['evaluation_s']} s with 1 worker, ", end="")
     print(f"{last['2 workers, cohort 6']['evaluation_s']} s with 2")
     write_json(options.json, about, {"ratios": ratios, "median": figures, "bounds": bounds, "last": last})

@@ -1,6 +1,6 @@
 """Start of a run: seconds from the command to the first step, by number of workers; and a sweep of short runs.
 
-    .venv/bin/python research/benchmarks/start.py [--repetitions N] [--beside PYTHON] [--json FILE]
+    .venv/bin/python research/benchmarks/start.py [--repetitions N] [--runs N] [--beside PYTHON] [--json FILE]
 
 One round of FedAvg with LeNet on made-up images. The first step is the one that the log announces ("ready to train").
 Each repetition measures, in turn, importing torch, then a run for each number of workers; with ``--beside`` also in
@@ -25,7 +25,7 @@ import yaml
 from common import describe, import_torch_s, machine, spread, table, write_json
 
 WORKERS = (0, 1, 2)
-CLIENTS, IMAGES, SEEDS = 10, 200, 20
+CLIENTS, IMAGES = 10, 200
 
 
 def write_experiment(folder: Path) -> Path:
@@ -65,11 +65,11 @@ def first_step_s(python: str, experiment: Path, out: Path, workers: int) -> floa
     return next(line["time"] for line in lines if line["message"].startswith("ready to train")) - given
 
 
-def sweep_s(python: str, experiment: Path, out: Path) -> tuple[float, float]:
+def sweep_s(python: str, experiment: Path, out: Path, runs: int) -> tuple[float, float]:
     """Return the seconds of a sweep, and of its rounds."""
-    _, seconds = run(python, experiment, out, "--workers", "1", "--seeds", f"1-{SEEDS}")
+    _, seconds = run(python, experiment, out, "--workers", "1", "--seeds", f"1-{runs}")
     journals = list(out.glob("*/journal.jsonl"))
-    assert len(journals) == SEEDS
+    assert len(journals) == runs
     lines = [json.loads(line) for journal in journals for line in journal.read_text().splitlines()]
     return seconds, sum(line.get("seconds", 0.0) for line in lines)
 
@@ -78,6 +78,7 @@ def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=20, help="runs of the sweep")
     parser.add_argument("--beside", metavar="PYTHON", help="interpreter of another environment with FedLoom")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
@@ -101,11 +102,10 @@ def main() -> None:
         rows = [(name, what, spread(found)) for name, of in seconds.items() for what, found in of.items()]
         print(table(("", "", "seconds, median (lowest-highest)"), rows), flush=True)
         for name, python in pythons.items():
-            whole, rounds = sweeps[name] = sweep_s(python, experiment, folder / f"sweep-{name}")
-            print(
-                f"{name}: sweep of {SEEDS} runs {whole:.1f} s, their rounds {rounds:.1f} s, {whole / rounds:.2f} times"
-            )
-    write_json(options.json, about, {"start": seconds, "sweeps": sweeps})
+            whole, rounds = sweeps[name] = sweep_s(python, experiment, folder / f"sweep-{name}", options.runs)
+            ratio = f"{whole:.1f} s, their rounds {rounds:.1f} s, {whole / rounds:.2f} times"
+            print(f"{name}: sweep of {options.runs} runs {ratio}", flush=True)
+    write_json(options.json, about, {"start": {"seconds": seconds, "sweeps": sweeps}})
 
 
 if __name__ == "__main__":
