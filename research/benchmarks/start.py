@@ -62,7 +62,8 @@ def first_step_s(python: str, experiment: Path, out: Path, workers: int) -> floa
     """Return the seconds from a run's command to its first step."""
     given, _ = run(python, experiment, out, "--workers", str(workers))
     lines = map(json.loads, (out / "logs" / "aggregator.jsonl").read_text().splitlines())
-    return next(line["time"] for line in lines if line["message"].startswith("ready to train")) - given
+    ready: float = next(line["time"] for line in lines if line["message"].startswith("ready to train"))
+    return ready - given
 
 
 def sweep_s(python: str, experiment: Path, out: Path, runs: int) -> tuple[float, float]:

@@ -16,6 +16,8 @@ TOLERANCE = 0.15
 """Largest difference of two shares on different processors; of other numbers, relative."""
 FROM_NUMBERS = (".head()", ".argmax())]")
 """Ends of expressions whose words follow from numbers: the first of a ranking, the class of one image."""
+OF_ONE_CLIENT = ('of its test images")',)
+"""Ends of expressions that print a single client's accuracy: 48 to 68 % of its 50 images, by processor."""
 
 Outputs = dict[str, list[dict[str, Any]]]
 
@@ -54,6 +56,8 @@ def _cell_differences(source: str, before: list[dict[str, Any]], after: list[dic
     pairs = [(_text(one), _text(other)) for one, other in zip(before, after, strict=True)]
     changed = [pair for pair in pairs if len({" ".join(NUMBER.sub("#", text).split()) for text in pair}) > 1]
     found = [f"{one!r} became {other!r}" for one, other in changed]
+    if any(end in source for end in OF_ONE_CLIENT):
+        return found
     for one, other in (map(NUMBER.findall, pair) for pair in pairs if pair not in changed):
         found += [f"{a} became {b}" for a, b in zip(one, other, strict=True) if _are_far(a, b)]
     return found
