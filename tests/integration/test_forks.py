@@ -19,6 +19,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from fedloom.core import forks
 
+forks.is_caught = {caught}
 try:
     with forks.prepared(True):
         {first}
@@ -41,10 +42,10 @@ def child(*words, then="from the parent"):
 COPY = "int(Path(f'/proc/self/task/{os.getpid()}/children').read_text())"
 
 
-def program(folder: Path, first: str, then: str) -> str:
+def program(folder: Path, first: str, then: str, *, caught: bool = True) -> str:
     """Run a program with a copy of itself; return what its children wrote to standard error."""
     done = subprocess.run(
-        [sys.executable, "-c", PREPARED.format(first=first, then=then)],
+        [sys.executable, "-c", PREPARED.format(first=first, then=then, caught=caught)],
         cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -81,6 +82,11 @@ def test_forks_are_children_that_are_signalled_and_end_one_by_one(tmp_path: Path
 )  # fmt: skip
 def test_a_new_interpreter_is_started_where_forks_are_unsafe_or_gone(tmp_path: Path, first: str, then: str) -> None:
     told = program(tmp_path, first, f"{then}\nassert child('weave').wait(120) == 2")
+    assert "No such command 'weave'" in told
+
+
+def test_a_program_that_would_not_catch_the_exception_of_a_fork_is_not_forked(tmp_path: Path) -> None:
+    told = program(tmp_path, "pass", "assert forks._copy is None\nassert child('weave').wait(120) == 2", caught=False)
     assert "No such command 'weave'" in told
 
 

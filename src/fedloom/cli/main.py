@@ -25,7 +25,7 @@ import fedloom
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import CommandGroup, Commands
 from fedloom.cli.results import Terminated, UsageError, as_command_failure, described, print_json
-from fedloom.core.forks import Forked
+from fedloom.core import forks
 from fedloom.core.logs import JsonLines, structured
 from fedloom.core.plugins import entries, missing_part
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure, termination_requested
@@ -184,10 +184,11 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line, or that of a fork, and exit with the code of its outcome."""
+    forks.is_caught = True
     while True:
         try:
             _main()
-        except Forked as fork:
+        except forks.Forked as fork:
             sys.argv[1:] = fork.words
             logging.getLogger().handlers.clear()  # the parent's format
 

@@ -30,6 +30,9 @@ TITLE = "fedloom-forks"
 _SET_CHILD_SUBREAPER = 36  # option of prctl: orphans among our descendants become our children
 _ARGUMENTS = 45  # place of the command line's start in /proc/self/stat, after the name
 
+is_caught = False
+"""Set by a program that catches :class:`Forked` where its stack begins; without it there is no copy."""
+
 _copy: socket.socket | None = None
 _asking = threading.Lock()
 
@@ -83,13 +86,13 @@ class Child(subprocess.Popen[bytes]):
 def prepared(needed: bool) -> Iterator[None]:
     """Leave a copy behind after the block, which imports all that children need; raise Forked in its forks.
 
-    There is no copy if it is not ``needed``, or if forks would not be safe, or not be children of this process: if the
-    block starts threads, if Python has some, if a GPU's driver is in use, and without Linux. (numpy's import starts
-    threads for linear algebra, which may be forked.)
+    There is no copy if it is not ``needed``, if Forked would not be caught (``is_caught``), or if forks would not be
+    safe, or not be children of this process: if the block starts threads, if Python has some, if a GPU's driver is in
+    use, and without Linux. (numpy's import starts threads for linear algebra, which may be forked.)
     """
     before = _threads()
     yield
-    if needed and sys.platform == "linux" and _threads() == before and threading.active_count() == 1:
+    if needed and is_caught and sys.platform == "linux" and _threads() == before and threading.active_count() == 1:
         if "libcuda.so" not in Path("/proc/self/maps").read_text():
             _leave_copy()
 
