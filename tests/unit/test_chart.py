@@ -847,6 +847,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "traces to a path": ({"tracing.endpoint": "http://collector:4318/v1/traces"}, ("/tracing/endpoint",)),
     "more than each round": ({"tracing.ratio": 2}, ("/tracing/ratio",)),
     "a route to nowhere": ({"gateway.tlsRoute.enabled": True}, ("gateway.parentRefs: ",)),
+    "routes by names that are none": (
+        {"gateway.hostnames": ["FL.example.org", "192.0.2.1"], "serve.hostnames": ["*"], "ingress.host": "192.0.2.1"},
+        ("/gateway/hostnames/0", "/gateway/hostnames/1", "/serve/hostnames/0", "/ingress/host"),
+    ),
     "TLS that ends where it does not": (ROUTED, ("gateway.grpcRoute.enabled: ", "tls.mode", "certManager")),
     "a GPU that is not asked for": (CUDA, ("workers.device: ", "cuda", "workers.resources.limits")),
     "a GPU that no worker would use": (
