@@ -1,6 +1,6 @@
 """Entry point of ``python -m fedloom``."""
 
-from fedloom.cli.main import main
+from fedloom.cli.main import program
 
 if __name__ == "__main__":
-    main()
+    program()

@@ -48,7 +48,7 @@ def main() -> None:
     for limit, name in ((resource.RLIMIT_NOFILE, "FAULTS_FILES"), (resource.RLIMIT_FSIZE, "FAULTS_FILE_BYTES")):
         if name in os.environ:
             resource.setrlimit(limit, (int(os.environ[name]), int(os.environ[name])))
-    from fedloom.cli.main import main as command
+    from fedloom.cli.main import program as command
 
     command()
 

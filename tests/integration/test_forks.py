@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from forked import cmdline
 from run_processes import ENVIRONMENT, WAIT_S, alive, experiment, rounds, started, until, worker
+
+from fedloom.cli.main import program as program_of_fedloom
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere children are new interpreters")
 
@@ -88,6 +91,20 @@ def test_a_new_interpreter_is_started_where_forks_are_unsafe_or_gone(tmp_path: P
 def test_a_program_that_would_not_catch_the_exception_of_a_fork_is_not_forked(tmp_path: Path) -> None:
     told = program(tmp_path, "pass", "assert forks._copy is None\nassert child('weave').wait(120) == 2", caught=False)
     assert "No such command 'weave'" in told
+
+
+def test_only_the_program_catches_the_exception_of_a_fork() -> None:
+    """A caller of main may catch its exit, as pytest does, and would go on in every fork."""
+    called = "import sys; from fedloom.cli.main import main\ntry: main()\nexcept SystemExit: pass\n"
+    for start, caught in ((called, False), ("import runpy; runpy.run_module('fedloom', run_name='__main__')", True)):
+        told = "import atexit; from fedloom.core import forks; atexit.register(lambda: print(forks.is_caught))"
+        done = subprocess.run(
+            [sys.executable, "-c", f"{told}\n{start}", "--version"], env=ENVIRONMENT, capture_output=True, text=True,
+            timeout=WAIT_S,
+        )  # fmt: skip
+        assert done.stdout.splitlines()[1:] == [str(caught)], done.stderr
+    (script,) = entry_points(group="console_scripts", name="fedloom")
+    assert script.load() is program_of_fedloom
 
 
 @pytest.mark.parametrize("ending", ["pass", "os._exit(0)", "os.execv('/bin/true', ['true'])"])

@@ -182,18 +182,18 @@ def options(
         context.call_on_close(stop_tracing)
 
 
-def main() -> NoReturn:
-    """Run the command line, or that of a fork, and exit with the code of its outcome."""
+def program() -> NoReturn:
+    """Run main as all that a process does: its children may be forks, which unwind the stack to here."""
     forks.is_caught = True
     while True:
         try:
-            _main()
+            main()
         except forks.Forked as fork:
             sys.argv[1:] = fork.words
             logging.getLogger().handlers.clear()  # the parent's format
 
 
-def _main() -> NoReturn:
+def main() -> NoReturn:
     """Run the command line and exit with the code of its outcome.
 
     Typer itself ends Ctrl-C with 130; exceptions that are no failures are bugs and keep their traceback.
