@@ -914,6 +914,13 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"aggregator.podLabels": {"app.kubernetes.io/component": "x"}},
         ("aggregator.podLabels: ", "app.kubernetes.io/component"),
     ),
+    "certificates that are renewed before they are issued": (
+        {"tls.certManager.duration": "24h", "tls.certManager.renewBefore": "24h"},
+        ("tls.certManager.renewBefore: ", "24h", "tls.certManager.duration"),
+    ),
+    "certificates of minutes": (  # cert-manager refuses less than an hour
+        {"tls.certManager.duration": "90m"}, ("/tls/certManager/duration", "h$")
+    ),
     "a scaler of nothing": (
         {"serve.enabled": True, "serve.resources.requests.cpu": None},
         ("serve.resources.requests.cpu: ", "serve.autoscaling.enabled"),

@@ -25,6 +25,10 @@
 {{- if or (eq $v.image.tag "latest") (eq $v.workers.image.tag "latest") }}
 {{- $wrong = append $wrong "image.tag: is latest, which may point to another image tomorrow; set a version, or image.digest" }}
 {{- end }}
+{{- $issued := $v.tls.certManager }}
+{{- if ge (int (trimSuffix "h" $issued.renewBefore)) (int (trimSuffix "h" $issued.duration)) }}
+{{- $wrong = append $wrong (printf "tls.certManager.renewBefore: is %s; set less than tls.certManager.duration, which is %s" $issued.renewBefore $issued.duration) }}
+{{- end }}
 {{- $url := include "fedloom.storageUrl" . }}
 {{- if and $here (eq $v.state.kind "objectStore") (not $url) }}
 {{- $wrong = append $wrong "state.kind: is objectStore, but there is no store; set storage.url or seaweedfs.enabled" }}
