@@ -5,9 +5,10 @@
 PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load comes from another: clients that have
 read the opening, send a descriptor and read their model, so that the server is measured. For comparison, in the same
 session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream of as many bytes and turns. Then:
-latency at half of the load; two servers; a whole client; a server that is killed and restarted while clients
-make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out
-models while it trains (Fashion-MNIST, one worker), if the data are available.
+latency at half of the load; servers behind one port, each on a core of its own, under the load of h2load (Debian's
+nghttp2-client), which leaves them nearly all of both; a whole client; a server that is killed and restarted while
+clients make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that
+hands out models while it trains (Fashion-MNIST, one worker), if the data are available.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -110,10 +113,8 @@ class Load:
     latencies: list[float] = field(default_factory=list)
 
 
-async def loaded(
-    addresses: Sequence[str], seconds: float, at_once: int, rate: float | None, size: int, *, bare: bool
-) -> Load:
-    """Request models for a period: ``at_once`` at a time, or at a fixed rate regardless of the outcomes."""
+async def loaded(addresses: Sequence[str], seconds: float, rate: float | None, size: int, *, bare: bool) -> Load:
+    """Request models for a period: for 64 clients at a time, or at a fixed rate regardless of the outcomes."""
     asks = [] if bare else await _asks(addresses[0], descriptors(size))
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channels = [grpc.aio.insecure_channel(a, options=options) for a in addresses for _ in range(2)]
@@ -149,7 +150,7 @@ async def loaded(
     load.__init__()  # type: ignore[misc]
     started, used_s = time.perf_counter(), time.process_time()
     if rate is None:
-        await asyncio.gather(*(worker(started + seconds) for _ in range(at_once)))
+        await asyncio.gather(*(worker(started + seconds) for _ in range(64)))
     else:
         tasks = []
         for i in range(int(rate * seconds)):
@@ -222,11 +223,10 @@ def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def put_under(
-    load: Sequence[str], servers: Sequence[int], seconds: float, size: int, *, at_once: int = 64, **options: Any
+    load: Sequence[str], servers: Sequence[int], seconds: float, size: int, **options: Any
 ) -> dict[str, float]:
     """Put servers under load from another process; return models per second, latencies, and server CPU per model."""
     command = [sys.executable, __file__, "--load", *load, "--seconds", str(seconds), "--size", str(size)]
-    command += ["--at-once", str(at_once)]
     for key, value in options.items():
         command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
     before = cpu_s(servers)
@@ -246,6 +246,33 @@ def summed_up(load: Load) -> dict[str, float]:
         "p50_ms": 1e3 * percentile(load.latencies, 0.5) if load.latencies else 0.0,
         "p99_ms": 1e3 * percentile(load.latencies, 0.99) if load.latencies else 0.0,
     }
+
+
+def behind_one_port(run: Path, size: int, seconds: float, cores: Sequence[int]) -> dict[str, float]:
+    """Return the models per second of servers that share a port, each on a core, under the load of h2load."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    serve = [*PROGRAM, "serve", run, "--listen", address, "--set", "share_port=true"]
+    with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile() as body:
+        servers = [stack.enter_context(process("taskset", "-c", core, *serve))[0].pid for core in cores]
+        for frame in asyncio.run(_asks(address, descriptors(size)))[0]:
+            body.write(b"\0" + len(frame).to_bytes(4, "big") + frame)  # as gRPC frames a message
+        body.flush()
+        load = ["h2load", "-c", "32", "-m", "4", "-D", f"{seconds:g}", "--warm-up-time", "2", "-d", body.name]
+        load += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
+        before, own = cpu_s(servers), os.times()
+        url = f"http://{address}/{MODELS}/{PERSONALIZE}"
+        said = subprocess.run([*load, url], check=True, stdout=subprocess.PIPE, text=True).stdout
+        used, took = cpu_s(servers) - before, os.times()
+    models, received = (
+        int(re.findall(pattern, said)[0]) for pattern in (r"requests: (\d+) total", r"traffic: \S+ \((\d+)\) total")
+    )
+    if received < 4 * D * models:
+        raise RuntimeError(f"{models} answers had {received} bytes: some were refusals")
+    load_s = took.children_user + took.children_system - own.children_user - own.children_system
+    with_warm_up_s = seconds + 2
+    return {"per_s": models / seconds, "cores": used / with_warm_up_s, "load_cores": load_s / with_warm_up_s}
 
 
 def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
@@ -408,15 +435,18 @@ def measure(seconds: float) -> dict[str, Any]:
             figures["serve"] = put_under([first], [one.pid], seconds, size)
             half = max(1.0, figures["serve"]["per_s"] / 2)
             figures["half"] = put_under([first], [one.pid], seconds, size, rate=half)
-            with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (two, second):
-                figures["replicas"] = put_under([first, second], [one.pid, two.pid], seconds, size, **{"at_once": 128})
+        if shutil.which("h2load"):
+            cores = sorted(os.sched_getaffinity(0))[:2]
+            figures["one_port"] = [
+                behind_one_port(run, size, seconds, cores[:count]) for count in range(1, len(cores) + 1)
+            ]
         figures["killed"] = killed_and_started_again(run, server, size, max(4.0, 2 * seconds))
     return figures
 
 
 def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the figures as lines of a table."""
-    s, bare, half, two = (figures[key] for key in ("serve", "bare", "half", "replicas"))
+    s, bare, half = (figures[key] for key in ("serve", "bare", "half"))
     clients, killed = figures["clients"], figures["killed"]
     bounds = figures["product_ms"] + bare["cpu_ms"]
 
@@ -434,11 +464,21 @@ def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("two cores shared with the load, at most: bare; `fedloom serve`", f"{most(bare):.0f}; {most(s):.0f}"),
         ("p50 / p99 then, ms", f"{s['p50_ms']:.0f} / {s['p99_ms']:.0f}"),
         (f"p50 / p99 at half of it ({half['per_s']:.0f} a second), ms", f"{half['p50_ms']:.0f} / {half['p99_ms']:.0f}"),
-        ("two servers: models/s; over one", f"{two['per_s']:.0f}; {two['per_s'] / s['per_s']:.2f}"),
-        ("two servers: ms of their CPU a model; of the load's", f"{two['cpu_ms']:.2f}; {two['load_ms']:.2f}"),
+        *_shared(figures.get("one_port", [])),
         ("a whole client: KiB down / up; ms", _client(clients, "whole")),
         ("killed and started again: right / refused / wrong", "{right} / {refused} / {wrong}".format(**killed)),
     ]
+
+
+def _shared(found: Sequence[dict[str, float]]) -> Iterator[tuple[str, str]]:
+    if not found:
+        yield ("servers behind one port", "not measured: h2load (nghttp2-client) is missing")
+    for count, of in enumerate(found, 1):
+        yield (
+            f"{count} behind one port: models/s; over one",
+            f"{of['per_s']:.0f}; {of['per_s'] / found[0]['per_s']:.2f}",
+        )
+        yield (f"{count} behind one port: cores in use; by h2load", f"{of['cores']:.2f}; {of['load_cores']:.2f}")
 
 
 def train_beside(seconds: float, rate: float) -> dict[str, float] | None:
@@ -472,7 +512,6 @@ def main() -> None:
     parser.add_argument("--no-training", action="store_true", help="leave out the aggregator that trains")
     parser.add_argument("--load", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--at-once", type=int, default=64, help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--bare-server", type=int, metavar="BYTES", help=argparse.SUPPRESS)
@@ -482,7 +521,7 @@ def main() -> None:
         return
     if options.load:
         o = options
-        work = loaded(o.load, o.seconds, o.at_once, o.rate, o.size, bare=o.bare)
+        work = loaded(o.load, o.seconds, o.rate, o.size, bare=o.bare)
         print(json.dumps(summed_up(asyncio.run(work))))
         return
     about = machine()

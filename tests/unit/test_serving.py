@@ -877,6 +877,27 @@ def test_serving_exports_prometheus_metrics(run: Path) -> None:
     assert float(re.findall(r'latency_seconds{quantile="0.99"} (\S+)', text)[0]) > 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not divide connections")
+def test_servers_that_share_a_port_divide_its_connections(run: Path) -> None:
+    sharing = ModelServerSettings(share_port=True)
+    x, y = examples(1)
+    local = fedloom.personalize(str(run), x, y, client="eve")
+    with served(run, settings=sharing) as at:
+        with served(run, at, settings=sharing) as second:
+            assert second == at
+            for _ in range(21):  # odd: two counts differ
+                assert same(fedloom.personalize(at, x, y, client="eve"), local)
+            counts = {handed_out(at) for _ in range(40)}
+            assert len(counts) == 2, "one server got every connection, which chance does in one of 2^39 runs"
+            assert sum(counts) == 21
+        for alone in (ModelServerSettings(), None):
+            with pytest.raises(ExperimentError, match="is taken"), served(run, at, settings=alone):
+                pass
+        assert same(fedloom.personalize(at, x, y, client="eve"), local)
+    with served(run) as at, pytest.raises(ExperimentError, match="is taken"), served(run, at, settings=sharing):
+        pass
+
+
 def test_a_terminated_server_drains(run: Path) -> None:
     with started("serve", run, "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None

@@ -54,8 +54,8 @@ def serve_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Replace a setting: wait_s, linger_s, queue, conversations, deadline_s, drain_s, models, model_name, "
-            "models_kept, body_bytes (docs/serving.md); repeatable.",
+            help="Replace a setting: wait_s, linger_s, queue, conversations, deadline_s, drain_s, "
+            "share_port, models, model_name, models_kept, body_bytes (docs/serving.md); repeatable.",
         ),
     ] = None,
 ) -> None:

@@ -197,9 +197,7 @@ def serve_run(
             metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))),
             inference_served(rest, inference, protection, lambda at: say(f"predictions of saved models at {at}")),
         ):
-            asyncio.run(
-                serve_models(service, listen, protection, audit_log, stop, settings.drain_s, begun, say, health)
-            )
+            asyncio.run(serve_models(service, listen, protection, audit_log, stop, settings, begun, say, health))
     finally:
         gc.unfreeze()
     return service.load.handed_out

@@ -80,6 +80,9 @@ class ModelServerSettings(Settings):
     drain_s: float = Field(
         default=10.0, ge=0, description="Seconds that open conversations may continue after SIGTERM."
     )
+    share_port: bool = Field(
+        default=False, description="Share the port with other servers that do; Linux divides connections among them."
+    )
     models: str | None = Field(
         default=None, description="Folder of clients' saved models, ID.pt2; by default models in the run's folder."
     )
@@ -421,7 +424,7 @@ async def serve_models(
     protection: Protection,
     audit: Audit,
     stop: threading.Event,
-    drain_s: float,
+    settings: ModelServerSettings,
     started: Callable[[str], None],
     say: Callable[[str], None],
     health: str | None = None,
@@ -430,8 +433,6 @@ async def serve_models(
 
     Parameters
     ----------
-    drain_s
-        Seconds that open conversations have to end.
     started
         Called with the bound address.
     say
@@ -446,16 +447,17 @@ async def serve_models(
     FedloomError
         If there is nothing to serve.
     """
-    options = (
-        *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_concurrent_streams"),
-        ("grpc.max_concurrent_streams", STREAMS),
-        ("grpc.max_allowed_incoming_connections", connections()),
-    )
+    options = dict(SERVER_OPTIONS) | {
+        "grpc.max_concurrent_streams": STREAMS,
+        "grpc.max_allowed_incoming_connections": connections(),
+        "grpc.so_reuseport": int(settings.share_port),
+    }
     await service.begin()
-    address = await listening(listen, {MODELS: service.handlers}, protection, audit, options, say, health)
+    services = {MODELS: service.handlers}
+    address = await listening(listen, services, protection, audit, [*options.items()], say, health)
     started(address.address)
     try:
         await asyncio.to_thread(stop.wait)
     finally:
-        await address.stop(drain_s)
+        await address.stop(settings.drain_s)
         await service.end()
