@@ -5,8 +5,8 @@
 PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load comes from another: clients that have
 read the opening, send a descriptor and read their model, so that the server is measured. For comparison, in the same
 session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream of as many bytes and turns. Then:
-latency at half of the load; servers behind one port, each on a core of its own, under the load of h2load (Debian's
-nghttp2-client), which leaves them nearly all of both; a whole client; a server that is killed and restarted while
+latency at half of the load; servers behind one port, each on a core of its own, which h2load (Debian's nghttp2-client)
+leaves it nearly whole; a whole client; a server that is killed and restarted while
 clients make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that
 hands out models while it trains (Fashion-MNIST, one worker), if the data are available.
 """
@@ -249,7 +249,7 @@ def summed_up(load: Load) -> dict[str, float]:
 
 
 def behind_one_port(run: Path, size: int, seconds: float, cores: Sequence[int]) -> dict[str, float]:
-    """Return the models per second of servers that share a port, each on a core, under the load of h2load."""
+    """Return the models per second of servers that share a port, each on a core, and on these cores also h2load."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -259,7 +259,22 @@ def behind_one_port(run: Path, size: int, seconds: float, cores: Sequence[int]) 
         for frame in asyncio.run(_asks(address, descriptors(size)))[0]:
             body.write(b"\0" + len(frame).to_bytes(4, "big") + frame)  # as gRPC frames a message
         body.flush()
-        load = ["h2load", "-c", "32", "-m", "4", "-D", f"{seconds:g}", "--warm-up-time", "2", "-d", body.name]
+        load = [
+            "taskset",
+            "-c",
+            ",".join(map(str, cores)),
+            "h2load",
+            "-c",
+            "32",
+            "-m",
+            "4",
+            "-D",
+            f"{seconds:g}",
+            "--warm-up-time",
+            "2",
+            "-d",
+            body.name,
+        ]
         load += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
         before, own = cpu_s(servers), os.times()
         url = f"http://{address}/{MODELS}/{PERSONALIZE}"
