@@ -6,9 +6,9 @@ PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load 
 read the opening, send a descriptor and read their model, so that the server is measured. For comparison, in the same
 session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream of as many bytes and turns. Then:
 latency at half of the load; servers behind one port, each on a core of its own, which h2load (Debian's nghttp2-client)
-leaves it nearly whole; a whole client; a server that is killed and restarted while
-clients make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that
-hands out models while it trains (Fashion-MNIST, one worker), if the data are available.
+leaves it nearly whole; a whole client; a server that is killed and restarted while clients make requests, each of
+whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out models while it trains
+(Fashion-MNIST, one worker), if the data are available.
 """
 
 from __future__ import annotations
@@ -259,22 +259,8 @@ def behind_one_port(run: Path, size: int, seconds: float, cores: Sequence[int]) 
         for frame in asyncio.run(_asks(address, descriptors(size)))[0]:
             body.write(b"\0" + len(frame).to_bytes(4, "big") + frame)  # as gRPC frames a message
         body.flush()
-        load = [
-            "taskset",
-            "-c",
-            ",".join(map(str, cores)),
-            "h2load",
-            "-c",
-            "32",
-            "-m",
-            "4",
-            "-D",
-            f"{seconds:g}",
-            "--warm-up-time",
-            "2",
-            "-d",
-            body.name,
-        ]
+        where, lasting = ",".join(map(str, cores)), f"{1e3 * seconds:.0f}ms"
+        load = f"taskset -c {where} h2load -c 32 -m 4 -D {lasting} --warm-up-time 2 -d {body.name}".split()
         load += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
         before, own = cpu_s(servers), os.times()
         url = f"http://{address}/{MODELS}/{PERSONALIZE}"

@@ -1,6 +1,6 @@
 """Personal adapters from a model service: bytes, latency at a fixed rate, and the server's CPU time.
 
-    .venv/bin/python research/benchmarks/serving_adapters.py [--rate 50] [--seconds 20] [--json FILE]
+    .venv/bin/python research/benchmarks/serving_adapters.py [--rate 50] [--seconds 20] [--smallest] [--json FILE]
 
 PeFLL over LoRA of rank 8 on a BERT of the size of MiniLM-L6 (22.6 million frozen parameters, random: nothing is
 downloaded), with adapters in one layer and in all six. `fedloom serve` is one process; the load comes from another
@@ -33,6 +33,7 @@ from fedloom.runs.folder import RunFolder
 FACTORY = "serving_adapters:sentences"
 CLASSES, LENGTH, WORDS, WIDTH, EXAMPLES, DESCRIPTOR = 3, 16, 30_522, 384, 32, 16
 LAYERS = {"one layer": [5], "all six layers": None}
+SMALLEST = "SERVING_ADAPTERS_SMALLEST"  # environment variable: the encoder has one layer, also in other processes
 
 
 class Sentences(nn.Module):
@@ -54,7 +55,8 @@ def sentences() -> nn.Module:
     """Return a random encoder of the size of MiniLM-L6 with a head."""
     import transformers
 
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": 6, "num_attention_heads": 12}
+    layers = 1 if SMALLEST in os.environ else 6
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": layers, "num_attention_heads": 12}
     config = transformers.BertConfig(vocab_size=WORDS, intermediate_size=1536, **sizes)
     return Sentences(transformers.BertModel(config, add_pooling_layer=False))
 
@@ -127,7 +129,7 @@ def measure(seconds: float, rate: float) -> dict[str, dict[str, Any]]:
     os.environ["FEDLOOM_FACTORIES"] = FACTORY
     torch.set_num_threads(1)
     figures: dict[str, dict[str, Any]] = {}
-    for name, layers in LAYERS.items():
+    for name, layers in ({"one layer": [0]} if SMALLEST in os.environ else LAYERS).items():
         with tempfile.TemporaryDirectory() as scratch:
             d, size = make_run(Path(scratch), layers), DESCRIPTOR
             with process(*PROGRAM, "serve", Path(scratch) / "run", "--listen", "127.0.0.1:0") as (server, address):
@@ -164,12 +166,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load in seconds")
     parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
+    parser.add_argument("--smallest", action="store_true", help="an encoder of one layer, to try the benchmark itself")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
+    if options.smallest:
+        os.environ[SMALLEST] = "1"
     about = machine()
     print(describe(about), f"load {os.getloadavg()[0]:.1f}", sys.version.split()[0], flush=True)
     figures = measure(options.seconds, options.rate)
-    print(table(("", *LAYERS), rows(figures)), flush=True)
+    print(table(("", *figures), rows(figures)), flush=True)
     write_json(options.json, about, {"serving_adapters": figures})
 
 

@@ -32,7 +32,9 @@ BENCHMARKS = Path(__file__).parents[2] / "research" / "benchmarks"
         ),
         pytest.param("serving.py", ("--seconds", "0.5", "--no-training"), "serve", marks=pytest.mark.exhaustive),
         pytest.param("start.py", ("--repetitions", "1", "--runs", "2"), "sweeps", marks=pytest.mark.exhaustive),
-        pytest.param("serving_adapters.py", ("--seconds", "0.5"), "one layer", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "serving_adapters.py", ("--seconds", "0.5", "--smallest"), "one layer", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_each_benchmark_runs_at_its_smallest_size(
