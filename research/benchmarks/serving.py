@@ -5,10 +5,10 @@
 PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load comes from another: clients that have
 read the opening, send a descriptor and read their model, so that the server is measured. For comparison, in the same
 session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream of as many bytes and turns. Then:
-latency at half of the load; servers behind one port, each on a core of its own, which h2load (Debian's nghttp2-client)
-leaves it nearly whole; a whole client; a server that is killed and restarted while clients make requests, each of
-whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out models while it trains
-(Fashion-MNIST, one worker), if the data are available.
+latency at half of the load; servers behind one port, each on a core of its own, under the load of h2load (Debian's
+nghttp2-client), which needs a tenth of a core; a whole client; a server that is killed and restarted while clients make
+requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out models
+while it trains (Fashion-MNIST, one worker), if the data are available.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def summed_up(load: Load) -> dict[str, float]:
 
 
 def behind_one_port(run: Path, size: int, seconds: float, cores: Sequence[int]) -> dict[str, float]:
-    """Return the models per second of servers that share a port, each on a core, and on these cores also h2load."""
+    """Return the models per second of servers that share a port, one on each of these cores; h2load runs there, too."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
