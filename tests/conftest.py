@@ -127,9 +127,9 @@ os.environ["FEDLOOM_REPORT"] = "0"  # a report takes longer than such a run: tes
 @pytest.fixture
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Create figures without rendering them, for tests of a page's text: rendering takes four fifths of their time."""
-    from matplotlib.figure import Figure
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg />"))
+    monkeypatch.setattr(FigureCanvasSVG, "print_svg", lambda canvas, file, **options: file.write("<svg />"))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from facts import telling
-from matplotlib.figure import Figure
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from run_folders import put, write_run
 from scipy import stats
 from typer.testing import CliRunner
@@ -67,7 +67,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run sweeps: ``one`` (user 0 alone, two rules, two seeds), ``all`` (all clients as user 0, three step sizes)."""
     root = tmp_path_factory.mktemp("losses")
     with pytest.MonkeyPatch.context() as unrendered:  # figures are created, and rendered only in tests of their content
-        unrendered.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
+        unrendered.setattr(FigureCanvasSVG, "print_svg", lambda canvas, file, **options: file.write("<svg />"))
         run(root, root / "one", "--seeds", "1-2", "--grid", "algorithm.rule=alone,bc")
         output = run(root, root / "all", "--grid", "algorithm.lr=0.001,0.05,0.2", rule="wga", users="all", block=12)
     assert "Validation loss" in output

@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -220,8 +221,12 @@ def annotated(svg: str, notes: Sequence[str], links: Mapping[int, str]) -> str:
 
 def _svg(figure: Figure) -> str:
     """Return the figure as SVG without dates, metadata, prolog, or unreferenced ids."""
-    out = StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    out, dpi = StringIO(), figure.dpi
+    canvas: Any = FigureCanvasSVG(figure)  # untyped
+    figure.dpi = matplotlib.rcParams["savefig.dpi"]  # for rasterized elements
+    # Figure.savefig would draw twice, with the same result.
+    canvas.print_svg(out, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    figure.dpi = dpi
     text = out.getvalue()
     text = text[text.index("<svg") :]
     referred = set(re.findall(r'#([^")]+)', text))
