@@ -5,12 +5,13 @@
 One round of FedAvg with LeNet on made-up images. The first step is the one that the log announces ("ready to train").
 Each repetition measures, in turn, importing torch, then a run for each number of workers; with ``--beside`` also in
 another environment, such as that of an earlier commit. The sweep has 20 such runs, one after another, with one worker;
-it is compared with the seconds of its rounds.
+it is compared with the seconds of its rounds, and made again with two runs at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import yaml
 from common import describe, import_torch_s, machine, spread, table, write_json
 
 WORKERS = (0, 1, 2)
+PARALLEL = (1, 2)
 CLIENTS, IMAGES = 10, 200
 
 
@@ -66,9 +68,10 @@ def first_step_s(python: str, experiment: Path, out: Path, workers: int) -> floa
     return ready - given
 
 
-def sweep_s(python: str, experiment: Path, out: Path, runs: int) -> tuple[float, float]:
+def sweep_s(python: str, experiment: Path, out: Path, runs: int, parallel: int) -> tuple[float, float]:
     """Return the seconds of a sweep, and of its rounds."""
-    _, seconds = run(python, experiment, out, "--workers", "1", "--seeds", f"1-{runs}")
+    options = ("--workers", "1", "--seeds", f"1-{runs}", "--parallel", str(parallel))
+    _, seconds = run(python, experiment, out, *options)
     journals = list(out.glob("*/journal.jsonl"))
     assert len(journals) == runs
     lines = [json.loads(line) for journal in journals for line in journal.read_text().splitlines()]
@@ -102,10 +105,11 @@ def main() -> None:
                     seconds[name][what].append(first_step_s(python, experiment, out, workers))
         rows = [(name, what, spread(found)) for name, of in seconds.items() for what, found in of.items()]
         print(table(("", "", "seconds, median (lowest-highest)"), rows), flush=True)
-        for name, python in pythons.items():
-            whole, rounds = sweeps[name] = sweep_s(python, experiment, folder / f"sweep-{name}", options.runs)
+        for parallel, (name, python) in itertools.product(PARALLEL, pythons.items()):
+            out = folder / f"sweep-{name}-{parallel}"
+            whole, rounds = sweeps[f"{name}, {parallel}"] = sweep_s(python, experiment, out, options.runs, parallel)
             ratio = f"{whole:.1f} s, their rounds {rounds:.1f} s, {whole / rounds:.2f} times"
-            print(f"{name}: sweep of {options.runs} runs {ratio}", flush=True)
+            print(f"{name}: sweep of {options.runs} runs, {parallel} at a time, {ratio}", flush=True)
     write_json(options.json, about, {"start": {"seconds": seconds, "sweeps": sweeps}})
 
 
