@@ -77,8 +77,11 @@ def test_held_out_data_change_no_model(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
-def test_clients_train_together_as_one_by_one(tmp_path: Path, name: str) -> None:
-    """Clients of unequal sizes, of which some have a state in the second round and at the end, and others none."""
+def test_clients_train_together_as_one_by_one(tmp_path: Path, name: str, recwarn: pytest.WarningsRecorder) -> None:
+    """Clients of unequal sizes, of which some have a state in the second round and at the end, and others none.
+
+    Torch does not warn that it runs an operation of stacked clients one by one.
+    """
     data = clients((4, 9, 6, 5))
     together, alone = (
         made_by(run(tmp_path / str(n), name, data=data, unseen=["c3"], rounds=2, cohort=2, at_once=n)) for n in (3, 1)
@@ -86,6 +89,7 @@ def test_clients_train_together_as_one_by_one(tmp_path: Path, name: str) -> None
     assert together.keys() == alone.keys()
     for key, tensor in together.items():
         torch.testing.assert_close(tensor, alone[key], atol=1e-9, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+    assert [str(warning.message) for warning in recwarn if "batching rule" in str(warning.message)] == []
 
 
 @pytest.mark.sampled(4)

@@ -214,7 +214,7 @@ class BatchNormConvNet(ConvNet):
             with torch.no_grad():
                 variance, mean = torch.var_mean(h, (0, 2, 3), correction=0)
                 for statistic, value in zip(statistics, (mean, (variance + EPSILON).log()), strict=True):
-                    statistic.lerp_(value, TRACKING)
+                    statistic.copy_(torch.lerp(statistic, value, TRACKING))  # vmap runs lerp_ client by client
             h = F.batch_norm(h, None, None, 1 + gain, shift, training=True, eps=EPSILON)
         else:
             mean, log_variance = statistics
