@@ -208,16 +208,15 @@ class BatchNormConvNet(ConvNet):
 
     def _normalized(self, parameters: Mapping[str, Tensor], name: str, h: Tensor) -> Tensor:
         """Return the output of a block, given that of its convolution."""
-        gain, shift, *statistics = (parameters[f"{name}.{entry}"] for entry in ("gain", "shift", *STATISTICS))
+        gain, shift, mean, log_variance = (parameters[f"{name}.{entry}"] for entry in ("gain", "shift", *STATISTICS))
         h = h.to(gain.dtype)
         if self._trains:
             with torch.no_grad():
-                variance, mean = torch.var_mean(h, (0, 2, 3), correction=0)
-                for statistic, value in zip(statistics, (mean, (variance + EPSILON).log()), strict=True):
-                    statistic.copy_(torch.lerp(statistic, value, TRACKING))  # vmap runs lerp_ client by client
+                batch_variance, batch_mean = torch.var_mean(h, (0, 2, 3), correction=0)
+                mean.copy_(torch.lerp(mean, batch_mean, TRACKING))  # torch.func.vmap runs lerp_ client by client
+                log_variance.copy_(torch.lerp(log_variance, (batch_variance + EPSILON).log(), TRACKING))
             h = F.batch_norm(h, None, None, 1 + gain, shift, training=True, eps=EPSILON)
         else:
-            mean, log_variance = statistics
             scale = (1 + gain) * (-log_variance / 2).exp()
             h = h * scale[:, None, None] + (shift - mean * scale)[:, None, None]
         return F.relu(F.max_pool2d(h, 2))

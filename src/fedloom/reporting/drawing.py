@@ -196,9 +196,8 @@ def neighbours(values: Sequence[float], most: int = MANY_ROUNDS) -> Array:
 
 def inline(svg: str, name: str, palette: Mapping[str, str]) -> str:
     """Prepare an SVG for inclusion in a page: unique ids, the page's text colour, and a palette of CSS variables."""
-    svg = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{name}-", svg)
-    svg = svg.replace(INK, "currentColor").replace(PAPER, "var(--page)")
-    for variable, colour in palette.items():
+    svg = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{name}-", svg).replace(INK, "currentColor")
+    for variable, colour in {"page": PAPER, **palette}.items():
         svg = svg.replace(colour, f"var(--{variable})")
     return svg
 
@@ -222,17 +221,14 @@ def annotated(svg: str, notes: Sequence[str], links: Mapping[int, str]) -> str:
 def _svg(figure: Figure) -> str:
     """Return the figure as SVG without dates, metadata, prolog, or unreferenced ids."""
     out, dpi = StringIO(), figure.dpi
-    canvas: Any = FigureCanvasSVG(figure)  # untyped
     figure.dpi = matplotlib.rcParams["savefig.dpi"]  # for rasterized elements
-    # Figure.savefig would draw twice, with the same result.
+    canvas: Any = FigureCanvasSVG(figure)  # untyped; Figure.savefig would draw twice, with the same result
     canvas.print_svg(out, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     figure.dpi = dpi
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
+    text = "<svg" + out.getvalue().partition("<svg")[2]
     referred = set(re.findall(r'#([^")]+)', text))
     text = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referred else "", text)
-    text = text.replace("'DejaVu Sans'", "system-ui, sans-serif")
-    return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return re.sub(r"[ \t]+$", "", text.replace("'DejaVu Sans'", "system-ui, sans-serif"), flags=re.MULTILINE)
 
 
 def class_label(name: str) -> str:
