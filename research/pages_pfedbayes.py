@@ -20,7 +20,7 @@ from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 
 UNCERTAINTY = ("ece", "entropy", "mutual_information")
-_OF_TABLE = ("", "_highest", "_validated", *(f"_{name}" for name in UNCERTAINTY))
+_OF_TABLE = ("", *(f"_{name}" for name in UNCERTAINTY))
 COLUMNS = (
     "validation", "global_validation", *(f"{of}{kind}" for of in ("seen", "global") for kind in _OF_TABLE),
     "seen_masked", "global_masked", "round_seconds", "chosen",
@@ -258,12 +258,11 @@ def _over_seeds(runs: Runs, folder: str, quantity: str, kind: str) -> str:
 def _of(run: Run, quantity: str, kind: str) -> float:
     """Return test accuracy in the last round, the round chosen on validation, or the best round (the paper's figure).
 
-    For CIFAR-10, only the printed values were kept.
+    Of FedAvg and Local on CIFAR-10, only one evaluation was kept, which is all three.
     """
-    kept = last(run).values.get(f"{quantity}{kind}")
-    if kept is not None:
-        return kept
-    return chosen(run)[quantity] if kind == "_validated" else max(line[quantity] for line in run)
+    if kind == "_highest":
+        return max(line[quantity] for line in run)
+    return (chosen(run) if kind == "_validated" and len(run) > 1 else last(run))[quantity]
 
 
 def _table_1(runs: Runs, data: str) -> str:

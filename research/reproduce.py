@@ -58,7 +58,7 @@ def reproduce(
     commands = [(part, [*part.fetches(), *part.steps(runs / part.folder, wanted)]) for part in parts]
     if dry_run:
         for part, steps in commands:
-            shown = [resumed(step).shown() for step in steps]
+            shown = [resumed(step, steps[:i]).shown() for i, step in enumerate(steps)]
             print(json.dumps({"part": part.title, "commands": shown}) if as_json else "\n".join(shown))
         return
     failed = []
@@ -169,11 +169,17 @@ def slowness() -> float:
 # --- making -----------------------------------------------------------------------------------------------------------
 
 
-def resumed(step: Step) -> Step:
-    """Return the command of a run with ``--resume`` if its folder exists; other commands as they are."""
-    if step.words[:2] == (FEDLOOM, "run") and Path(step.words[step.words.index("--out") + 1]).exists():
-        return replace(step, words=(*step.words[:2], *step.words[2:], "--resume"))
+def resumed(step: Step, earlier: Sequence[Step] = ()) -> Step:
+    """Return the command with ``--resume`` if it is a run whose folder exists, or is made by an earlier command."""
+    out = run_folder(step)
+    if out is not None and (Path(out).exists() or out in map(run_folder, earlier)):
+        return replace(step, words=(*step.words, "--resume"))
     return step
+
+
+def run_folder(step: Step) -> str | None:
+    """Return the folder that a ``fedloom run`` makes; None for other commands."""
+    return step.words[step.words.index("--out") + 1] if step.words[:2] == (FEDLOOM, "run") else None
 
 
 def make(part: Part, step: Step, folder: Path, *, quiet: bool = False) -> None:

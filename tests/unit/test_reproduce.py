@@ -21,7 +21,7 @@ import yaml
 from facts import refusing, tells
 from page_parts import PageKeys, Part, Step
 from scipy import stats
-from summaries import Evaluation, Runs, flat, read, written
+from summaries import Evaluation, Runs, flat, measured, read, written
 
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.search_space import points
@@ -239,6 +239,28 @@ def test_words_stand_for_files_and_folders(tmp_path: Path) -> None:
             reproduce.expanded(word)
 
 
+GROUP = {f"accuracy_{key}": 0.5 for key in ("pooled", "mean", "std", "worst", "worst_decile")} | {"loss_mean": 1.0}
+LINE = {
+    "validation_pooled": 0.5,
+    **{group: {**GROUP, "masked": GROUP, "seen": GROUP, "unseen": GROUP} for group in ("seen", "unseen", "global")},
+}
+"""Line of metrics.jsonl with all that a fold measures in every task."""
+
+
+def test_a_fold_measures_what_is_compared() -> None:
+    for part in PARTS:
+        page = results.PAGES[part.page]
+        if (page.folded is None and page.more is None) or part.title == "pfedbayes/cifar10":  # others measure more
+            assert set(part.keys.compare or ()) <= measured(LINE).keys(), part.title
+
+
+def test_every_run_of_cifar10_is_compared() -> None:
+    part = next(part for part in PARTS if part.title == "pfedbayes/cifar10")
+    published = results.published("pfedbayes")
+    found = comparison.compared(part, published, published, {})
+    assert {each.run for each in found} == {line.run for line in comparison.published_rows(part, published)}
+
+
 def test_list_and_commands_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     reproduce.reproduce([], runs=OUT, as_json=True)
     listed = json.loads(capsys.readouterr().out)
@@ -249,6 +271,9 @@ def test_list_and_commands_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "fedloom data fetch vowel"
     assert lines[1] == f"fedloom run experiments/vowel.yaml --out {OUT}/vowel/fedavg --seeds 1-3"
     assert len(lines) == 3
+    reproduce.reproduce(["pfedbayes/tune-cifar10"], runs=OUT, dry_run=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "/tune-cifar10/pfedbayes " in line]
+    assert [line.endswith(" --resume") for line in lines] == [False, True, True]  # they share a folder
 
 
 def test_ranks_have_the_range_that_certain_differences_leave() -> None:
